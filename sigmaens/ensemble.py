@@ -1,0 +1,341 @@
+"""SigmaEnsemble: any backbone with normalisation layers becomes an ensemble that shares all its other weights."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .layers import MemberHead, SigmaNorm, check_members, is_supported_norm, looks_like_norm
+
+__all__ = ["SigmaEnsemble", "load", "parameter_groups", "save"]
+
+FORMAT_VERSION = 1
+
+
+class SigmaEnsemble(nn.Module):
+    """Hide an ensemble in one network: members share every weight and own only their normalisation layers.
+
+    Every norm of the backbone becomes a `SigmaNorm`, and the layer named by `head` becomes M heads. The batch is
+    repeated M times, member slowest, and runs through the backbone as one batch, so the cost is M forward passes;
+    only parameters are saved.
+
+    Args:
+        backbone: Any network with BatchNorm, LayerNorm, GroupNorm or RMSNorm layers. It is copied, not changed.
+        members: Number of members M ≥ 1.
+        head: Dotted name of the linear layer that becomes M member heads (a norm, then a fresh linear layer).
+            None keeps the output layer, shared by all members.
+        regularize: `fnmatch` pattern or patterns over the names of the σNorm layers; the layers matched are the R
+            of the diversity loss, for example `"*.bn2"`. The others are σNorm too.
+        std: Standard deviation of the initial scale logits γ.
+
+    Shape: inputs with B rows to logits (B, M, K).
+
+    Raises:
+        ValueError: if the backbone has no norm layer, `head` or `regularize` matches nothing, or `members` < 1.
+        TypeError: if the backbone has a norm that cannot be gated; it is named.
+
+    Source: paper, section 3.
+
+    Examples:
+        >>> net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+        >>> ens = SigmaEnsemble(net, members=4, head="3")
+        >>> ens(torch.randn(5, 8)).shape
+        torch.Size([5, 4, 3])
+        >>> list(ens.gates())
+        ['1', '3.norm']
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        members: int = 4,
+        *,
+        head: str | None = None,
+        regularize: str | Iterable[str] = "*",
+        std: float = 1.0,
+    ):
+        super().__init__()
+        self._build(backbone, members, head, regularize, std, pretrained=False)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        backbone: nn.Module,
+        members: int = 4,
+        *,
+        head: str | None = None,
+        regularize: str | Iterable[str] = "*",
+        std: float = 1.0,
+    ) -> SigmaEnsemble:
+        """Convert a trained backbone so that every member starts as its exact function, up to the head.
+
+        Arguments as for the class; `std` then concerns the fresh heads alone. With `head=None` the whole output is
+        kept, but the members are equal and stay so: the regulariser has no gradient between equal gates, and only
+        fresh heads break the tie.
+
+        Source: paper, section on conversion; exact here for scales of any sign, zero and above 1 too.
+        """
+        self = cls.__new__(cls)
+        nn.Module.__init__(self)
+        self._build(backbone, members, head, regularize, std, pretrained=True)
+        return self
+
+    def _build(self, backbone, members, head, regularize, std, *, pretrained):
+        check_members(members)
+        if any(isinstance(module, (SigmaNorm, MemberHead)) for module in backbone.modules()):
+            raise TypeError("the backbone already has σNorm layers")
+        backbone = copy.deepcopy(backbone)
+        self.members = members
+        self.head = head
+
+        if head is not None:
+            linears = [name for name, module in backbone.named_modules() if type(module) is nn.Linear]
+            if head not in linears:
+                raise ValueError(f"head {head!r} is no linear layer of the backbone; the last are {linears[-3:]}")
+        gated: dict[int, SigmaNorm] = {}
+        places = dict(backbone.named_modules(remove_duplicate=False))
+        for name, module in places.items():
+            if is_supported_norm(module):
+                if id(module) not in gated:
+                    gated[id(module)] = SigmaNorm(module, members, std=std, pretrained=pretrained)
+                backbone = _replace(backbone, name, gated[id(module)])
+            elif looks_like_norm(module):
+                kind = f"{type(module).__module__}.{type(module).__name__}"
+                raise TypeError(f"layer {name!r} is a {kind}, which has no σNorm: see SigmaNorm for those that have")
+        if not gated:
+            raise ValueError(f"{type(backbone).__name__} has no normalisation layers, so there is nothing to gate")
+        if head is not None:
+            batch_norm = any(layer.running_mean is not None for layer in gated.values())
+            linear = backbone.get_submodule(head)
+            backbone = _replace(backbone, head, MemberHead(linear, members, batch_norm=batch_norm, std=std))
+        self.backbone = backbone
+
+        names = list(self._layers())
+        patterns = [regularize] if isinstance(regularize, str) else list(regularize)
+        unmatched = [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]
+        if unmatched or not patterns:
+            raise ValueError(f"regularize {unmatched or patterns} matches none of the σNorm layers {names}")
+        self.regularized = tuple(name for name in names if any(fnmatchcase(name, p) for p in patterns))
+        self.train(backbone.training)
+
+    def _layers(self) -> dict[str, SigmaNorm]:
+        return {name: layer for name, layer in self.backbone.named_modules() if isinstance(layer, SigmaNorm)}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the members' logits, shape (B, M, K).
+
+        Every tensor argument whose first dimension is B, that of the first tensor found, is repeated for the
+        members, in nested lists and mappings too; anything else is passed as it is. A mapping given as the only
+        argument, such as a tokenizer's batch, is passed by keywords. Of a backbone that returns more than a tensor,
+        `.logits` is taken, or else its first tensor with a row for each input row.
+        """
+        if len(args) == 1 and isinstance(args[0], Mapping):
+            args, kwargs = (), {**args[0], **kwargs}
+        batch = _batch_size((args, kwargs))
+        if batch is None:
+            raise TypeError("no tensor with a batch dimension among the arguments")
+        args, kwargs = _fold((args, kwargs), batch, self.members)
+        logits = _logits(self.backbone(*args, **kwargs), rows=self.members * batch)
+        return logits.unflatten(0, (self.members, batch)).transpose(0, 1)
+
+    @torch.no_grad()
+    def predict_proba(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the mean of the members' softmax probabilities, shape (B, K), computed in evaluation mode."""
+        modes = {module: module.training for module in self.modules()}
+        self.eval()
+        try:
+            logits = self(*args, **kwargs)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1).mean(1)
+
+    def gates(self) -> dict[str, Tensor]:
+        """Return the gates σ(γ) of every σNorm layer, {layer name: (M, C)}, attached to the graph."""
+        return {name: layer.gates for name, layer in self._layers().items()}
+
+    def regularized_gates(self) -> dict[str, Tensor]:
+        """Return the gates of the layers matched by `regularize`, {layer name: (M, C)}."""
+        return {name: self.backbone.get_submodule(name).gates for name in self.regularized}
+
+    def member(self, m: int) -> nn.Module:
+        """Return member `m` as an ordinary copy of the backbone, with ordinary norm layers and the same outputs.
+
+        Raises:
+            IndexError: if `m` is not in 0..M−1.
+        """
+        if not 0 <= m < self.members:
+            raise IndexError(f"member {m} is not in 0..{self.members - 1}")
+        backbone = copy.deepcopy(self.backbone)
+        ordinary: dict[int, nn.Module] = {}
+        for name, module in dict(backbone.named_modules(remove_duplicate=False)).items():
+            if isinstance(module, (SigmaNorm, MemberHead)) and name != f"{self.head}.norm":
+                ordinary.setdefault(id(module), module.member(m))
+                backbone = _replace(backbone, name, ordinary[id(module)])
+        return backbone
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the weights to a safetensors file; see `save`."""
+        save(self, path)
+
+    def load(self, path: str | os.PathLike) -> SigmaEnsemble:
+        """Load weights written by `save` from an ensemble built alike, and return `self`; see `load`."""
+        return load(self, path)
+
+    def __repr__(self) -> str:
+        layers = self._layers()
+        total = sum(p.numel() for p in self.parameters())
+        own = sum(
+            p.numel()
+            for m in self.modules()
+            if isinstance(m, (SigmaNorm, MemberHead))
+            for p in m._parameters.values()
+            if p is not None
+        )
+        lines = [
+            f"SigmaEnsemble of {type(self.backbone).__name__}: {self.members} members, {total:,} parameters "
+            f"({own:,} of the members' own), head={self.head!r}"
+        ]
+        width = max(map(len, layers))
+        for name, layer in layers.items():
+            mark = "R" if name in self.regularized else " "
+            lines.append(
+                f"  {mark} {name:<{width}}  {type(layer.template).__name__:<12} {layer.gamma.shape[1]:>5} features"
+            )
+        lines.append(f"  R: regularised, {len(self.regularized)} of {len(layers)} σNorm layers")
+        return "\n".join(lines)
+
+
+def parameter_groups(
+    model: nn.Module, lr: float, weight_decay: float = 0.0, gamma_multiplier: float = 100.0
+) -> list[dict[str, Any]]:
+    """Return parameter groups for any torch optimiser: scale logits γ learn faster and do not decay.
+
+    Args:
+        model: Any module; one without σNorm layers gets a single group.
+        lr: Learning rate of all other parameters.
+        weight_decay: Weight decay of all other parameters; γ has none.
+        gamma_multiplier: Factor on `lr` for γ. Source: paper, section 5 (×100).
+
+    Examples:
+        >>> ens = SigmaEnsemble(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), members=2)
+        >>> [group["lr"] for group in parameter_groups(ens, lr=0.1)]
+        [0.1, 10.0]
+    """
+    gammas = {m.gamma: None for m in model.modules() if isinstance(m, SigmaNorm) and m.gamma.requires_grad}
+    others = [p for p in model.parameters() if p.requires_grad and p not in gammas]
+    groups = [
+        {"params": others, "lr": lr, "weight_decay": weight_decay},
+        {"params": list(gammas), "lr": lr * gamma_multiplier, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def save(model: nn.Module, path: str | os.PathLike) -> None:
+    """Write a module's state to a safetensors file with a format version, whole or not at all."""
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
+    metadata = {"format": "sigmaens", "version": str(FORMAT_VERSION), "model": _describe(model)}
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".writing-") as folder:
+        temporary = Path(folder) / path.name
+        save_file(state, temporary, metadata=metadata)
+        os.replace(temporary, path)
+
+
+def load(model: nn.Module, path: str | os.PathLike) -> nn.Module:
+    """Load a file written by `save` into a module built alike, and return the module.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is no safetensors file of this project, of another version, or of another model; the
+            difference is named and the module is left as it was.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no checkpoint {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no safetensors file: {error}") from None
+    if metadata.get("format") != "sigmaens":
+        raise ValueError(f"{path} was not written by sigmaens")
+    if metadata.get("version") != str(FORMAT_VERSION):
+        raise ValueError(f"{path} has format version {metadata.get('version')}, this is version {FORMAT_VERSION}")
+    expected = model.state_dict()
+    problems = [f"lacks {name}" for name in expected if name not in state]
+    problems += [f"has an unknown {name}" for name in state if name not in expected]
+    problems += [
+        f"has {name} of shape {tuple(state[name].shape)} instead of {tuple(tensor.shape)}"
+        for name, tensor in expected.items()
+        if name in state and state[name].shape != tensor.shape
+    ]
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise ValueError(
+            f"{path} holds {metadata['model']}, not {_describe(model)}: it {'; '.join(problems[:3])}{more}"
+        )
+    model.load_state_dict(state)
+    return model
+
+
+def _describe(model: nn.Module) -> str:
+    about: dict[str, Any] = {"class": type(model).__name__}
+    if isinstance(model, SigmaEnsemble):
+        about |= {"members": model.members, "backbone": type(model.backbone).__name__, "head": model.head}
+    return json.dumps(about)
+
+
+def _replace(root: nn.Module, name: str, new: nn.Module) -> nn.Module:
+    if not name:
+        return new
+    parent, _, leaf = name.rpartition(".")
+    setattr(root.get_submodule(parent), leaf, new)
+    return root
+
+
+def _batch_size(item: Any) -> int | None:
+    if isinstance(item, Tensor):
+        return item.shape[0] if item.dim() else None
+    if isinstance(item, Mapping):
+        item = list(item.values())
+    if isinstance(item, Sequence) and not isinstance(item, str):
+        return next((size for size in map(_batch_size, item) if size is not None), None)
+    return None
+
+
+def _fold(item: Any, batch: int, members: int) -> Any:
+    if isinstance(item, Tensor):
+        return item.repeat(members, *[1] * (item.dim() - 1)) if item.dim() and item.shape[0] == batch else item
+    if isinstance(item, Mapping):
+        return {key: _fold(value, batch, members) for key, value in item.items()}
+    if isinstance(item, (list, tuple)):
+        folded = [_fold(value, batch, members) for value in item]
+        return type(item)(*folded) if hasattr(item, "_fields") else type(item)(folded)
+    return item
+
+
+def _logits(output: Any, rows: int) -> Tensor:
+    if not isinstance(output, Tensor):
+        named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+        values = list(output.values()) if isinstance(output, Mapping) else output
+        values = [named, *values] if isinstance(values, (list, tuple)) else [named]
+        output = next((t for t in values if isinstance(t, Tensor) and t.dim() and t.shape[0] == rows), None)
+    if output is None or output.dim() == 0 or output.shape[0] != rows:
+        got = "none" if output is None else f"shape {tuple(output.shape)}"
+        raise ValueError(f"the backbone must return {rows} rows of logits, a row for each it is given; got {got}")
+    return output
