@@ -139,9 +139,10 @@ def corrupt_small(images: np.ndarray, name: str, severity: int, seed: int = 0, s
     """Corrupt images that are too small, or too grey, for `corrupt`.
 
     Pixels are repeated until the shorter side has `size` of them, grey becomes RGB, the result is corrupted
-    and reduced by block means (and the mean of the channels) to the shape it came in. Noise that is independent
-    from value to value shrinks thereby by √(values in a block), and a `pixelate` whose cells divide the blocks
-    does nothing (8 pixels at size 32: severities 2 and 5). Images of at least `size` pixels keep their size.
+    and reduced by block means (and the mean of the channels) to the shape it came in. Of noise, which is independent
+    from value to value and would average out, one value is kept instead of the mean of its block: the images get the
+    noise that `corrupt` would give them at their own size. A `pixelate` whose cells divide the blocks does nothing
+    (8 pixels at size 32: severities 2 and 5). Images of at least `size` pixels keep their size.
 
     Args:
         images: (N, H, W, C) uint8, C = 1 or 3; the shorter side divides `size` or is at least as long.
@@ -159,7 +160,10 @@ def corrupt_small(images: np.ndarray, name: str, severity: int, seed: int = 0, s
     if side < size and size % side:
         raise ValueError(f"size must be a multiple of the images' shorter side, {side}; got {size}")
     factor = max(size // side, 1)
-    return block_mean(corrupt(repeat_pixels(images, factor), name, severity, seed), factor, images.shape[3])
+    large = corrupt(repeat_pixels(images, factor), name, severity, seed)
+    if (STANDARD | EXTRA)[name] == "noise":
+        return large[:, ::factor, ::factor, : images.shape[3]].copy()
+    return block_mean(large, factor, images.shape[3])
 
 
 def repeat_pixels(images: np.ndarray, factor: int) -> np.ndarray:
