@@ -1,0 +1,211 @@
+"""Time one training step and one evaluation pass of an ensemble beside its plain backbone, on the CPU.
+
+Three networks built on one narrow ResNet compute M·B rows each: the plain backbone gets M·B distinct images, σN-Ens
+and TorchUncertainty's BatchEnsemble get B images and repeat them for their M members. A training step is forward
+pass, loss (with the diversity loss for σN-Ens), backward pass and SGD step; an evaluation pass is the forward pass
+in evaluation mode. Both are timed in NCHW and in channels-last.
+
+All are timed in turn within every round, the first one moving on from round to round, so that whatever else the
+machine does hits them alike. A ratio is the median over rounds of a network's time over the plain backbone's in
+the same round and format, with a 95 % bootstrap interval.
+
+On a machine that others use too, `--clock cpu` leaves out the time in which the process had to wait for a core.
+
+    python benchmarks/step.py [--members 4] [--batch 16] [--width 64] [--size 32] [--rounds 30] [--threads 1]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import sigmaens as sn
+from sigmaens.backbones import narrow_resnet
+
+CLASSES = 10
+FORMATS = {"NCHW": torch.contiguous_format, "channels-last": torch.channels_last}
+PHASES = ("train", "eval")
+PLAIN = "plain"
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+WARM_UP = 2
+
+
+@dataclass
+class Contender:
+    """A network with its images, its training loss and its optimiser."""
+
+    network: nn.Module
+    images: Tensor
+    loss: Callable[[Tensor], Tensor]
+    optimizer: torch.optim.Optimizer
+
+    def train(self) -> None:
+        self.optimizer.zero_grad()
+        self.loss(self.network(self.images)).backward()
+        self.optimizer.step()
+
+    @torch.inference_mode()
+    def eval(self) -> None:
+        self.network(self.images)
+
+    def seconds(self, phase: str, clock: Callable[[], float]) -> float:
+        """Return the time that one training step or evaluation pass takes."""
+        self.network.train(phase == "train")
+        start = clock()
+        getattr(self, phase)()
+        return clock() - start
+
+
+def batch_ensemble(backbone: nn.Module, members: int) -> nn.Module:
+    """Return TorchUncertainty's BatchEnsemble version of a backbone, which repeats its input for the members.
+
+    Its own `convert_layers` fails on nested networks (0.13), so the layers are converted here, each by its rule.
+    """
+    from torch_uncertainty.layers import BatchConv2d, BatchLinear
+    from torch_uncertainty.methods import batch_ensemble
+
+    backbone = copy.deepcopy(backbone)
+    rules = {nn.Conv2d: BatchConv2d.from_conv2d, nn.Linear: BatchLinear.from_linear}
+    for name, layer in list(backbone.named_modules()):
+        if type(layer) in rules:
+            parent, _, leaf = name.rpartition(".")
+            setattr(backbone.get_submodule(parent), leaf, rules[type(layer)](layer, members))
+    return batch_ensemble(backbone, members, repeat_training_inputs=True)
+
+
+def contenders(members: int, batch: int, width: int, size: int, memory_format: torch.memory_format) -> dict:
+    """Return the contenders by name: same initial backbone, same images and labels, same optimiser."""
+    torch.manual_seed(0)
+    images = torch.randn(members * batch, 3, size, size)
+    labels = torch.randint(CLASSES, (members * batch,))
+    backbone = narrow_resnet(CLASSES, 3, width=width)
+    sigma = sn.SigmaEnsemble(backbone, members, head="fc", regularize="*.bn2")
+    few = labels[:batch]
+
+    def contend(network: nn.Module, rows: int, loss: Callable[[Tensor], Tensor]) -> Contender:
+        network = network.to(memory_format=memory_format)
+        x = images[:rows].contiguous(memory_format=memory_format)
+        # Slow enough that thousands of steps on one batch leave the network as it was.
+        groups = sn.parameter_groups(network, lr=1e-5)
+        return Contender(network, x, loss, torch.optim.SGD(groups, momentum=0.9))
+
+    return {
+        PLAIN: contend(backbone, members * batch, lambda logits: F.cross_entropy(logits, labels)),
+        "σN-Ens": contend(
+            sigma, batch, lambda logits: sn.member_cross_entropy(logits, few) + sn.diversity_loss(sigma, 0.1, 1e-2)
+        ),
+        "BatchEnsemble": contend(
+            batch_ensemble(backbone, members),
+            batch,
+            lambda logits: F.cross_entropy(logits, few.repeat(members)),
+        ),
+    }
+
+
+def measure(
+    networks: dict[tuple[str, str], Contender], rounds: int, clock: Callable[[], float]
+) -> dict[tuple[str, str, str], np.ndarray]:
+    """Return the times in seconds, shape (rounds,), by (format, network, phase)."""
+    jobs = [(*key, phase) for phase in PHASES for key in networks]
+    times: dict[tuple[str, str, str], list[float]] = {job: [] for job in jobs}
+    for turn in range(-WARM_UP, rounds):
+        first = turn % len(jobs)
+        for job in jobs[first:] + jobs[:first]:
+            elapsed = networks[job[:2]].seconds(job[2], clock)
+            if turn >= 0:
+                times[job].append(elapsed)
+    return {job: np.array(elapsed) for job, elapsed in times.items()}
+
+
+def median_interval(values: np.ndarray, resamples: int = 2000) -> tuple[float, float, float]:
+    """Return the median of values (N,) and its 95 % bootstrap interval."""
+    rng = np.random.default_rng(0)
+    medians = np.median(rng.choice(values, (resamples, len(values))), axis=1)
+    low, high = np.quantile(medians, [0.025, 0.975])
+    return float(np.median(values)), float(low), float(high)
+
+
+def machine() -> dict[str, str | int]:
+    """Describe what the times depend on."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.processor() or platform.machine(),
+        "cores": len(names) or torch.get_num_threads(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def count(text: str) -> int:
+    """Read a positive integer."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer ≥ 1, not {text}")
+    return value
+
+
+def main() -> None:
+    """Measure, print a table, and write it as JSON if asked to."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--members", type=count, default=4, metavar="M", help="members of the ensembles")
+    parser.add_argument("--batch", type=count, default=16, metavar="B", help="images a step")
+    parser.add_argument("--width", type=count, default=64, help="channels of the first stage")
+    parser.add_argument("--size", type=count, default=32, help="height and width of the images, pixels")
+    parser.add_argument("--rounds", type=count, default=30, help="timed rounds")
+    parser.add_argument("--threads", type=count, default=1, help="threads; the training loop uses one")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="wall time, or processor time of all threads")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the numbers here too")
+    options = vars(parser.parse_args())
+    path, rounds, clock = options.pop("json"), options.pop("rounds"), options.pop("clock")
+
+    torch.set_num_threads(options.pop("threads"))
+    # Gates near zero make denormals, which CPUs crawl on; the training loop flushes them too.
+    torch.set_flush_denormal(True)
+    networks = {
+        (layout, name): contender
+        for layout, memory_format in FORMATS.items()
+        for name, contender in contenders(**options, memory_format=memory_format).items()
+    }
+    times = measure(networks, rounds, CLOCKS[clock])
+
+    rows = []
+    for layout, name in networks:
+        row = {"format": layout, "network": name}
+        for phase in PHASES:
+            own, plain = times[layout, name, phase], times[layout, PLAIN, phase]
+            row[f"{phase}_ms"] = float(np.median(own) * 1e3)
+            row[f"{phase}_ratio"], *row[f"{phase}_interval"] = median_interval(own / plain)
+        rows.append(row)
+
+    about = machine()
+    print(f"{about['cpu']}, {about['cores']} cores, {about['threads']} threads, torch {about['torch']}")
+    print(f"{', '.join(f'{key} {value}' for key, value in options.items())}, {clock} time, n = {rounds} rounds")
+    print(f"{'':<28}" + "".join(f"{phase + ' ms':>10}{'ratio to plain':>22}" for phase in PHASES))
+    for row in rows:
+        line = f"{row['format']:<14}{row['network']:<14}"
+        for phase in PHASES:
+            low, high = row[f"{phase}_interval"]
+            line += f"{row[f'{phase}_ms']:>10.1f}{row[f'{phase}_ratio']:>8.3f} [{low:.3f}, {high:.3f}]"
+        print(line)
+    if path is not None:
+        report = {"machine": about, **options, "clock": clock, "rounds": rounds, "rows": rows}
+        path.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
