@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -78,7 +79,7 @@ def corner_energy(members: int, tau: float) -> Tensor:
     check_members(members)
     check_tau(tau)
     k = torch.arange(1, members + 1, dtype=torch.double)
-    return k / tau - members * (1 / tau + torch.log(k + (members - k) * torch.exp(torch.tensor(-1 / tau).double())))
+    return (k - members) / tau - members * torch.log(k + (members - k) * math.exp(-1 / tau))
 
 
 def k_star(members: int, tau: float) -> float:
@@ -92,7 +93,7 @@ def k_star(members: int, tau: float) -> float:
     """
     check_members(members)
     check_tau(tau)
-    return members * (tau - 1 / torch.expm1(torch.tensor(1 / tau).double()).item())
+    return members * (tau + math.exp(-1 / tau) / math.expm1(-1 / tau))
 
 
 def largest_share(members: int, tau: float) -> float:
@@ -106,4 +107,4 @@ def largest_share(members: int, tau: float) -> float:
     """
     check_members(members)
     check_tau(tau)
-    return 1 / (1 + (members - 1) * torch.exp(torch.tensor(-1 / tau).double()).item())
+    return 1 / (1 + (members - 1) * math.exp(-1 / tau))

@@ -12,7 +12,7 @@ from .ensemble import SigmaEnsemble
 
 __all__ = ["METHODS", "DeepEnsemble", "build"]
 
-METHODS = ("single", "deep_ensembles", "sigma")
+METHODS = ("single", "deep_ensembles", "sigma", "finetune")
 
 
 class DeepEnsemble(nn.Module):
@@ -35,7 +35,7 @@ def build(method: str, backbone: Callable[[], nn.Module], settings: dict[str, An
 
     Args:
         method: One of `METHODS`.
-        backbone: Makes a freshly initialised network.
+        backbone: Makes a network: a freshly initialised one, or for `finetune` the trained one to convert.
         settings: A profile's settings: `members`, `head`, and the method's own block.
 
     Raises:
@@ -45,8 +45,7 @@ def build(method: str, backbone: Callable[[], nn.Module], settings: dict[str, An
         return DeepEnsemble([backbone()])
     if method == "deep_ensembles":
         return DeepEnsemble(backbone() for _ in range(settings["members"]))
-    if method == "sigma":
-        return SigmaEnsemble(
-            backbone(), settings["members"], head=settings["head"], regularize=settings["sigma"]["regularize"]
-        )
+    if method in ("sigma", "finetune"):
+        make = SigmaEnsemble if method == "sigma" else SigmaEnsemble.from_pretrained
+        return make(backbone(), settings["members"], head=settings["head"], regularize=settings["sigma"]["regularize"])
     raise ValueError(f"no method {method!r}; there are {METHODS}")

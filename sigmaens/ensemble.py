@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ class SigmaEnsemble(nn.Module):
         if not gated:
             raise ValueError(f"{type(backbone).__name__} has no normalisation layers, so there is nothing to gate")
         if head is not None:
-            batch_norm = any(layer.running_mean is not None for layer in gated.values())
+            batch_norm = any(layer.normalizes_batch for layer in gated.values())
             linear = backbone.get_submodule(head)
             backbone = _replace(backbone, head, MemberHead(linear, members, batch_norm=batch_norm, std=std))
         self.backbone = backbone
@@ -125,7 +126,7 @@ class SigmaEnsemble(nn.Module):
         if unmatched or not patterns:
             raise ValueError(f"regularize {unmatched or patterns} matches none of the σNorm layers {names}")
         self.regularized = tuple(name for name in names if any(fnmatchcase(name, p) for p in patterns))
-        self.train(backbone.training)
+        self.training = backbone.training
 
     def _layers(self) -> dict[str, SigmaNorm]:
         return {name: layer for name, layer in self.backbone.named_modules() if isinstance(layer, SigmaNorm)}
@@ -144,7 +145,9 @@ class SigmaEnsemble(nn.Module):
         if batch is None:
             raise TypeError("no tensor with a batch dimension among the arguments")
         args, kwargs = _fold((args, kwargs), batch, self.members)
-        logits = _logits(self.backbone(*args, **kwargs), rows=self.members * batch)
+        with _no_fast_path():
+            output = self.backbone(*args, **kwargs)
+        logits = _logits(output, rows=self.members * batch)
         return logits.unflatten(0, (self.members, batch)).transpose(0, 1)
 
     @torch.no_grad()
@@ -246,7 +249,8 @@ def save(model: nn.Module, path: str | os.PathLike) -> None:
 
     path = Path(path)
     state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
-    metadata = {"format": "sigmaens", "version": str(FORMAT_VERSION), "model": _describe(model)}
+    # One entry only: safetensors writes several in random order, and equal models should give equal bytes.
+    metadata = {"sigmaens": json.dumps(_describe(model))}
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".writing-") as folder:
         temporary = Path(folder) / path.name
         save_file(state, temporary, metadata=metadata)
@@ -268,14 +272,14 @@ def load(model: nn.Module, path: str | os.PathLike) -> nn.Module:
         raise FileNotFoundError(f"no checkpoint {path}")
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
+            about = json.loads((file.metadata() or {}).get("sigmaens", "{}"))
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{path} is no safetensors file: {error}") from None
-    if metadata.get("format") != "sigmaens":
+    if "version" not in about:
         raise ValueError(f"{path} was not written by sigmaens")
-    if metadata.get("version") != str(FORMAT_VERSION):
-        raise ValueError(f"{path} has format version {metadata.get('version')}, this is version {FORMAT_VERSION}")
+    if about["version"] != FORMAT_VERSION:
+        raise ValueError(f"{path} has format version {about['version']}, this is version {FORMAT_VERSION}")
     expected = model.state_dict()
     problems = [f"lacks {name}" for name in expected if name not in state]
     problems += [f"has an unknown {name}" for name in state if name not in expected]
@@ -286,18 +290,16 @@ def load(model: nn.Module, path: str | os.PathLike) -> nn.Module:
     ]
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise ValueError(
-            f"{path} holds {metadata['model']}, not {_describe(model)}: it {'; '.join(problems[:3])}{more}"
-        )
+        raise ValueError(f"{path} holds {about}, not {_describe(model)}: it {'; '.join(problems[:3])}{more}")
     model.load_state_dict(state)
     return model
 
 
-def _describe(model: nn.Module) -> str:
-    about: dict[str, Any] = {"class": type(model).__name__}
+def _describe(model: nn.Module) -> dict[str, Any]:
+    about = {"version": FORMAT_VERSION, "class": type(model).__name__}
     if isinstance(model, SigmaEnsemble):
         about |= {"members": model.members, "backbone": type(model.backbone).__name__, "head": model.head}
-    return json.dumps(about)
+    return about
 
 
 def _replace(root: nn.Module, name: str, new: nn.Module) -> nn.Module:
@@ -313,7 +315,7 @@ def _batch_size(item: Any) -> int | None:
         return item.shape[0] if item.dim() else None
     if isinstance(item, Mapping):
         item = list(item.values())
-    if isinstance(item, Sequence) and not isinstance(item, str):
+    if isinstance(item, (list, tuple)):
         return next((size for size in map(_batch_size, item) if size is not None), None)
     return None
 
@@ -329,13 +331,26 @@ def _fold(item: Any, batch: int, members: int) -> Any:
     return item
 
 
+@contextlib.contextmanager
+def _no_fast_path() -> Iterator[None]:
+    """Keep torch's fused transformer layers, which read the norms' own tensors and so pass by the gates, from use."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
 def _logits(output: Any, rows: int) -> Tensor:
     if not isinstance(output, Tensor):
         named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
         values = list(output.values()) if isinstance(output, Mapping) else output
-        values = [named, *values] if isinstance(values, (list, tuple)) else [named]
-        output = next((t for t in values if isinstance(t, Tensor) and t.dim() and t.shape[0] == rows), None)
-    if output is None or output.dim() == 0 or output.shape[0] != rows:
-        got = "none" if output is None else f"shape {tuple(output.shape)}"
+        if named is not None:
+            output = named
+        elif isinstance(values, (list, tuple)):
+            output = next((t for t in values if isinstance(t, Tensor) and t.shape[:1] == (rows,)), output)
+    if not isinstance(output, Tensor) or output.shape[:1] != (rows,):
+        got = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         raise ValueError(f"the backbone must return {rows} rows of logits, a row for each it is given; got {got}")
     return output

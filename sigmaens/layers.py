@@ -8,6 +8,7 @@ import re
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import is_parametrized
 
 __all__ = ["MemberHead", "SigmaNorm", "is_supported_norm", "looks_like_norm"]
 
@@ -16,8 +17,12 @@ _BATCH_NORMS = _NATIVE[:3]
 # Subclasses from these libraries scale by `weight` exactly as their parent does, whatever else they do around it
 # (activation, channel order, casting) …
 _TRUSTED = ("torch", "timm", "torchvision", "transformers")
-# … except these: auxiliary norms of its own, and a forward that cannot run without a shift.
-_UNTRUSTED = ("SplitBatchNorm2d", "LayerNormExp2d")
+# … except these: auxiliary norms of its own, …
+_UNTRUSTED = ("SplitBatchNorm2d",)
+# … a scale of `weight + 1`, …
+_UNTRUSTED += ("NemotronLayerNorm1P", "VideoPrismLayerNorm")
+# … and a forward that cannot run without a shift.
+_UNTRUSTED += ("LayerNormExp2d", "ChameleonLayerNorm", "GradiumPhononTTSFlowLayerNorm", "PocketTTSFlowLayerNorm")
 _OWNED = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
@@ -26,6 +31,8 @@ def is_supported_norm(module: nn.Module) -> bool:
     kind = type(module)
     native = next((n for n in _NATIVE if isinstance(module, n)), None)
     if native is None or isinstance(module, nn.modules.lazy.LazyModuleMixin) or kind.__name__ in _UNTRUSTED:
+        return False
+    if is_parametrized(module):
         return False
     return kind.forward is native.forward or kind.__module__.split(".")[0] in _TRUSTED
 
@@ -45,14 +52,15 @@ class SigmaNorm(nn.Module):
 
     Members are folded into the batch, member slowest: row `m * B + b` of the input belongs to member `m`, whose
     contiguous slice goes through the layer's own fused kernel with that member's gate as the scale. BatchNorm keeps
-    batch and running statistics per member. In evaluation it is one multiply-add over all members at once.
+    batch and running statistics per member. In evaluation all members go through in one pass.
 
     A pretrained layer is converted exactly (`pretrained=True`), scales of any sign and zero included:
 
     .. math:: y_m = k\, s \odot \sigma(\gamma_m) \odot \mathrm{norm}_m(x_m) + \beta,
         \qquad \sigma(\gamma_m) = |w| / k, \quad s = \mathrm{sign}(w), \quad k = \max |w| / 0.95
 
-    with `w` and `β` the layer's scale and shift; `k`, `s` and `β` are shared by the members and frozen.
+    with `w` and `β` the layer's scale and shift; `k`, `s` and `β` are shared by the members and frozen. A scale of zero
+    becomes a gate of 1e-38, which no gradient will open.
 
     Args:
         norm: BatchNorm1d/2d/3d, LayerNorm, GroupNorm or RMSNorm, or a subclass of one from timm, torchvision or
@@ -134,9 +142,15 @@ class SigmaNorm(nn.Module):
         """Gates σ(γ), shape (M, C), each in (0, 1)."""
         return torch.sigmoid(self.gamma)
 
+    @property
     def weight(self) -> Tensor:
         """Effective scales of the members, shape (M, C): the gates, times `k s` after a conversion."""
         return self.gates if self.scale is None else self.gates * self.scale
+
+    @property
+    def normalizes_batch(self) -> bool:
+        """Whether this is a BatchNorm."""
+        return isinstance(self.template, _BATCH_NORMS)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise and gate `x` of shape (M·B, …), member slowest."""
@@ -144,12 +158,11 @@ class SigmaNorm(nn.Module):
             raise ValueError(
                 f"{x.shape[0]} rows cannot hold {self.members} members: fold the members into the batch, row m·B + b"
             )
-        weight = self.weight()
-        batch_norm = isinstance(self.template, _BATCH_NORMS)
-        fixed = batch_norm and self.native and not self.training and self.running_mean is not None
+        weight = self.weight
+        fixed = self.normalizes_batch and self.native and not self.training and self.running_mean is not None
         if fixed and x.dtype == weight.dtype:
-            return self._multiply_add(x, weight)
-        if batch_norm and self.training and x.numel() == x.shape[1] * self.members:
+            return self._fixed(x, weight)
+        if self.normalizes_batch and self.training and x.numel() == x.shape[1] * self.members:
             raise ValueError(
                 f"BatchNorm cannot train on one value per channel and member (input {tuple(x.shape)}, "
                 f"{self.members} members): use batches of at least 2"
@@ -159,8 +172,17 @@ class SigmaNorm(nn.Module):
         y = [self._slice(x_m, m, w_m) for m, (x_m, w_m) in enumerate(zip(slices, weights, strict=True))]
         return y[0] if self.members == 1 else torch.cat(y)
 
-    def _multiply_add(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _fixed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Normalise by running statistics: all members in one pass over the memory."""
         self.template._check_input_dim(x)
+        if x.dim() > 2 and x.is_contiguous():
+            # Every row's channels count as channels of one image, which is where the native kernel is fastest.
+            rows = x.shape[0] // self.members
+            own = (self.running_mean, self.running_var, weight, self.bias)
+            mean, var, scale, shift = (
+                None if t is None else t.expand_as(weight).repeat_interleave(rows, dim=0).flatten() for t in own
+            )
+            return F.batch_norm(x.flatten(0, 1)[None], mean, var, scale, shift, eps=self.template.eps).view_as(x)
         factor = weight * torch.rsqrt(self.running_var + self.template.eps)
         offset = -self.running_mean * factor
         if self.bias is not None:
@@ -179,21 +201,19 @@ class SigmaNorm(nn.Module):
             return F.group_norm(x, norm.num_groups, weight, bias, norm.eps)
         if self.native and isinstance(norm, nn.RMSNorm):
             return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)
-        # BatchNorm and subclasses run their own forward on this member's tensors, lent for the call.
+        # BatchNorm and subclasses run their own forward, on a stand-in that holds this member's tensors: the template
+        # itself stays as it is, so that threads may share the layer.
         owned = {"weight": weight, "bias": bias}
         if self.running_mean is not None:
             owned |= {name: getattr(self, name)[m] for name in _OWNED[2:]}
-        vars(norm).update(owned, training=self.training)
-        try:
-            return norm(x)
-        finally:
-            for name in owned:
-                del vars(norm)[name]
+        stand_in = object.__new__(type(norm))
+        vars(stand_in).update(vars(norm) | owned, training=self.training)
+        return stand_in(x)
 
     def member(self, m: int) -> nn.Module:
         """Return member `m` as an ordinary layer of the original class, with the same outputs."""
         norm = copy.deepcopy(self.template)
-        weight = self.weight()[m].detach().clone().view(self.shape)
+        weight = self.weight[m].detach().clone().view(self.shape)
         norm.weight = nn.Parameter(weight)
         if self.shifted:
             bias = torch.zeros_like(weight) if self.bias is None else self.bias.clone().view(self.shape)
@@ -233,6 +253,7 @@ class MemberHead(nn.Module):
             self.register_parameter("bias", None)
         else:
             self.bias = nn.Parameter(torch.stack([layer.bias.detach() for layer in fresh]))
+        self.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
         members = len(self.weight)
@@ -248,7 +269,7 @@ class MemberHead(nn.Module):
             linear.weight.copy_(self.weight[m])
             if self.bias is not None:
                 linear.bias.copy_(self.bias[m])
-        return nn.Sequential(self.norm.member(m), linear)
+        return nn.Sequential(self.norm.member(m), linear).train(self.training)
 
     def extra_repr(self) -> str:
         members, classes, features = self.weight.shape

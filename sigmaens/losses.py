@@ -18,9 +18,10 @@ def member_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
     Args:
         logits: Shape (B, M, K).
-        labels: Class numbers 0..K−1, shape (B,).
+        labels: Class numbers 0..K−1, shape (B,), of any integer type.
 
     Raises:
+        TypeError: if the labels are not integers.
         ValueError: if the shapes do not fit, or a label lies outside 0..K−1.
 
     Examples:
@@ -31,12 +32,14 @@ def member_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
         raise ValueError(f"logits must have shape (B, M, K), not {tuple(logits.shape)}")
     if labels.shape != logits.shape[:1]:
         raise ValueError(f"labels must have shape ({logits.shape[0]},), not {tuple(labels.shape)}")
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise TypeError(f"labels must be integers, not {labels.dtype}")
     # On other devices the check would wait for the device at every step; the training loop checks once.
     if labels.device.type == "cpu" and labels.numel() and not 0 <= labels.min() <= labels.max() < logits.shape[2]:
         raise ValueError(
             f"labels must lie in 0..{logits.shape[2] - 1}, found {labels.min().item()}..{labels.max().item()}"
         )
-    return F.cross_entropy(logits.flatten(0, 1), labels.repeat_interleave(logits.shape[1]))
+    return F.cross_entropy(logits.flatten(0, 1), labels.long().repeat_interleave(logits.shape[1]))
 
 
 def diversity_loss(ensemble: SigmaEnsemble | Mapping[str, Tensor], tau: float, weight: float = 1.0) -> Tensor:

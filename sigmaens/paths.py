@@ -37,7 +37,7 @@ def data(profile: str) -> Path:
 
 
 def results(profile: str, *parts: str) -> Path:
-    """Folder of a stage's results, for example `results("digits", "tau", "0.1")`."""
+    """Folder of a stage's results, for example `results("digits", "sweep_tau", "0.1")`."""
     return root().joinpath("results", profile, *parts)
 
 

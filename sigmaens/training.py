@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
+import math
+import multiprocessing
 import os
+import random
 import shutil
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +27,7 @@ from . import data as datasets
 from .ensemble import SigmaEnsemble, load, parameter_groups
 from .losses import diversity_loss, member_cross_entropy
 
-__all__ = ["Recipe", "finetune", "fit", "predict", "train"]
+__all__ = ["Recipe", "finetune", "fit", "forget", "predict", "restore", "side_by_side", "train"]
 
 SEED_STRIDE = 1000  # member m of seed s starts from s · 1000 + m
 
@@ -68,26 +74,42 @@ class Recipe:
         unknown = sorted(block.keys() - known.keys())
         if unknown or "epochs" not in block:
             raise ValueError(f"training settings: unknown {unknown}, known {sorted(known)}, `epochs` required")
-        recipe = cls(**{**block, "milestones": tuple(block.get("milestones", ()))})
+        milestones = block.get("milestones", ())
+        if not isinstance(milestones, (list, tuple)) or not all(_whole(m) and m > 0 for m in milestones):
+            raise ValueError(f"milestones must be a list of epochs > 0, not {milestones!r}")
+        recipe = cls(**{**block, "milestones": tuple(milestones)})
+
+        def require(fits: bool, name: str, allowed: str) -> None:
+            if not fits:
+                raise ValueError(f"{name} must be {allowed}, not {getattr(recipe, name)!r}")
+
         choices = {
             "optimizer": ("sgd", "adam"),
             "schedule": ("constant", "step", "cosine", "one_cycle"),
             "precision": ("no", "bf16", "fp16"),
         }
         for name, allowed in choices.items():
-            if getattr(recipe, name) not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, not {getattr(recipe, name)!r}")
+            require(getattr(recipe, name) in allowed, name, f"one of {allowed}")
         for name, least in {"epochs": 1, "batch_size": 2, "crop": 0}.items():
             value = getattr(recipe, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer ≥ {least}, not {value!r}")
+            require(_whole(value) and value >= least, name, f"an integer ≥ {least}")
         for name in ("lr", "gamma_multiplier", "factor"):
-            if not 0 < getattr(recipe, name) < float("inf"):
-                raise ValueError(f"{name} must be a number > 0, not {getattr(recipe, name)!r}")
+            value = getattr(recipe, name)
+            require(_real(value) and 0 < value < math.inf, name, "a number > 0")
         for name in ("momentum", "weight_decay"):
-            if not 0 <= getattr(recipe, name) < float("inf"):
-                raise ValueError(f"{name} must be a number ≥ 0, not {getattr(recipe, name)!r}")
+            value = getattr(recipe, name)
+            require(_real(value) and 0 <= value < math.inf, name, "a number ≥ 0")
+        for name in ("nesterov", "flip"):
+            require(isinstance(getattr(recipe, name), bool), name, "true or false")
         return recipe
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _real(value: Any) -> bool:
+    return _whole(value) or isinstance(value, float)
 
 
 def fit(
@@ -110,24 +132,30 @@ def fit(
         recipe: Optimiser, schedule, batches and augmentation.
         seed: Of the order of the images and of their augmentation.
         penalty: Added to the cross-entropy, for example the diversity loss.
-        state: File for the training state, replaced after every epoch. One that was left by the same recipe, seed
-            and data is continued; any other is ignored.
+        state: File for the training state, replaced after every epoch. One that was left by the same initial
+            weights, data, recipe, seed and settings of the penalty (the keywords of a `functools.partial`) is
+            continued; one left by others, or damaged, is ignored.
 
     Returns:
-        For every epoch: `epoch`, `lr`, `cross_entropy` (nats, mean over steps and members) and `penalty`.
+        For every epoch: `epoch`, `lr` at its start, `cross_entropy` (nats, mean over steps and members) and `penalty`.
 
     Raises:
         ValueError: if a label is no class, the training split is smaller than 2, or the loss is not finite; the
             step is named.
     """
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
     from accelerate.utils import set_seed
 
     split, mean, std = dataset.train, dataset.mean, dataset.std
     datasets.check_labels(split.labels, len(dataset.classes))
     if len(split.labels) < 2:
         raise ValueError(f"cannot train on {len(split.labels)} images")
+    # accelerate keeps one state a process, and with it the precision of the first call.
+    AcceleratorState._reset_state()
     accelerator = Accelerator(mixed_precision=recipe.precision)
+    if accelerator.num_processes > 1:
+        raise ValueError(f"fit trains in one process, not in {accelerator.num_processes}")
     images = datasets.to_tensor(split.images, mean, std).to(accelerator.device)
     labels = torch.from_numpy(split.labels).to(accelerator.device)
     fill = datasets.black(mean, std).to(accelerator.device)
@@ -138,13 +166,14 @@ def fit(
     scheduler = _scheduler(optimizer, recipe, steps_per_epoch=len(sizes))
     prepared, optimizer = accelerator.prepare(model, optimizer)
 
-    identity = _identity(model, dataset, recipe, seed)
+    identity = _identity(model, dataset, recipe, seed, penalty)
     history = _resume(state, identity, model, optimizer, scheduler)
     with _deterministic():
         for epoch in range(len(history), recipe.epochs):
             model.train()
             set_seed(seed + (epoch + 1) * 1_000_003)
             draw = torch.Generator().manual_seed(torch.initial_seed())
+            lr = optimizer.param_groups[0]["lr"]
             losses = []
             for batch in torch.randperm(len(labels), generator=draw).split(sizes):
                 x = datasets.augment(images[batch], recipe.crop, recipe.flip, draw, fill)
@@ -166,9 +195,10 @@ def fit(
                     f"the loss became {losses[bad[0, 0]].sum():f} at step {step} (epoch {epoch}, seed {seed})"
                 )
             cross_entropy, extra = losses.double().mean(dim=0).tolist()
-            lr = optimizer.param_groups[0]["lr"]
             history.append({"epoch": epoch, "lr": lr, "cross_entropy": cross_entropy, "penalty": extra})
             _keep(state, identity, model, optimizer, scheduler, history)
+    # Mixed precision is put around the model's own forward; without this, predictions would be rounded too.
+    accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
     return history
 
 
@@ -181,12 +211,14 @@ def train(
     of them: comparisons over seeds are paired.
 
     Args:
-        method: One of `baselines.METHODS`.
+        method: One of `baselines.METHODS` but `finetune`, which starts from a checkpoint.
         dataset: The data of the profile.
         settings: The settings of the profile.
         seed: Number of the repetition.
         state: Folder for the training state, removed by the caller once the results are safe.
     """
+    if method == "finetune":
+        raise ValueError("method 'finetune' starts from a checkpoint: call finetune")
     recipe = Recipe.parse(settings["train"])
     model = _seeded(seed * SEED_STRIDE, lambda: baselines.build(method, lambda: _backbone(dataset, settings), settings))
     if not isinstance(model, baselines.DeepEnsemble):
@@ -211,20 +243,22 @@ def train(
 
 def finetune(
     checkpoint: Path, dataset: datasets.Dataset, settings: dict[str, Any], *, seed: int, state: Path | None = None
-) -> tuple[nn.Module, list[dict[str, float]]]:
+) -> tuple[nn.Module, list[dict[str, float]], float]:
     """Convert a trained Single checkpoint into an ensemble with fresh heads, and fine-tune it.
+
+    Returns:
+        The ensemble, its history, and how exact the conversion was: with the old head kept, the largest difference
+        from the checkpoint's outputs on the validation images, relative to the largest output.
 
     Source: paper, sections "Conversion" and 5 (Adam, λ 1e-4). Arguments as for `train`.
     """
     block = settings["finetune"]
-    single = baselines.DeepEnsemble([_backbone(dataset, settings)])
-    load(single, checkpoint)
-    model = _seeded(
-        seed * SEED_STRIDE,
-        lambda: SigmaEnsemble.from_pretrained(
-            single.nets[0], settings["members"], head=settings["head"], regularize=settings["sigma"]["regularize"]
-        ),
-    )
+    single = restore("single", checkpoint, dataset, settings)
+    kept = SigmaEnsemble.from_pretrained(single.nets[0], settings["members"])
+    before, after = (predict(model, dataset.validation.images, dataset) for model in (single, kept))
+    exact = float(np.abs(after - before).max() / np.abs(before).max())
+
+    model = _seeded(seed * SEED_STRIDE, lambda: baselines.build("finetune", lambda: single.nets[0], settings))
     history = fit(
         model,
         dataset,
@@ -233,7 +267,12 @@ def finetune(
         penalty=_penalty(block),
         state=state and state / "fit.pt",
     )
-    return model, history
+    return model, history, exact
+
+
+def restore(method: str, checkpoint: Path, dataset: datasets.Dataset, settings: dict[str, Any]) -> nn.Module:
+    """Return the trained module of a method from its checkpoint."""
+    return load(baselines.build(method, lambda: _backbone(dataset, settings), settings), checkpoint)
 
 
 @torch.inference_mode()
@@ -243,7 +282,20 @@ def predict(model: nn.Module, images: np.ndarray, dataset: datasets.Dataset, bat
     model.eval()
     x = datasets.to_tensor(images, dataset.mean, dataset.std)
     with _deterministic():
-        return np.concatenate([model(part.to(device)).float().cpu().numpy() for part in x.split(batch_size)])
+        logits = [model(part.to(device)).float().cpu() for part in x.split(batch_size)]
+    return torch.cat(logits).contiguous().numpy()
+
+
+def side_by_side(function: Callable[[int], Any], seeds: Sequence[int]) -> dict[int, Any]:
+    """Call `function` with every seed, on Linux without a GPU each in a process of its own, and return {seed: result}.
+
+    Every run is single-threaded and seeded, so the results do not depend on the number of cores.
+    """
+    if len(seeds) == 1 or torch.cuda.is_available() or sys.platform != "linux":
+        return {seed: function(seed) for seed in seeds}
+    # Forked, a process starts with everything imported and loaded, a function of the notebook included.
+    with ProcessPoolExecutor(len(seeds), mp_context=multiprocessing.get_context("fork")) as pool:
+        return dict(zip(seeds, pool.map(function, seeds), strict=True))
 
 
 def _backbone(dataset: datasets.Dataset, settings: dict[str, Any]) -> nn.Module:
@@ -258,24 +310,33 @@ def _seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _penalty(block: dict[str, Any]) -> Callable[[nn.Module], Tensor]:
-    return lambda model: diversity_loss(model, tau=block["tau"], weight=block["weight"])
+    return functools.partial(diversity_loss, tau=block["tau"], weight=block["weight"])
 
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    """One thread, deterministic kernels, and no denormals: gates near zero make them, and CPUs crawl on them."""
-    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    """One thread, deterministic kernels, and no denormals: gates near zero make them, and CPUs crawl on them.
+
+    Afterwards these settings, and all random states, are as they were.
+    """
+    threads = torch.get_num_threads()
+    strict = torch.are_deterministic_algorithms_enabled()
+    lenient = torch.is_deterministic_algorithms_warn_only_enabled()
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # The sum's order, and so the last digits of every result, depends on the number of threads.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.set_flush_denormal(True)
     try:
-        yield
+        with torch.random.fork_rng():
+            yield
     finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
         torch.set_flush_denormal(False)
-        torch.set_num_threads(before[0])
-        torch.use_deterministic_algorithms(before[1])
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(strict, warn_only=lenient)
 
 
 def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
@@ -307,10 +368,13 @@ def _batch_sizes(images: int, batch_size: int) -> list[int]:
     return sizes
 
 
-def _identity(model: nn.Module, dataset: datasets.Dataset, recipe: Recipe, seed: int) -> str:
-    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    about = [shapes, dataset.card["sha256"], asdict(recipe), seed]
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+def _identity(model: nn.Module, dataset: datasets.Dataset, recipe: Recipe, seed: int, penalty: Any) -> str:
+    about = [dataset.card["sha256"], asdict(recipe), seed, getattr(penalty, "keywords", None)]
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.cpu().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _keep(state: Path | None, identity: str, model, optimizer, scheduler, history) -> None:
@@ -332,8 +396,11 @@ def _keep(state: Path | None, identity: str, model, optimizer, scheduler, histor
 def _resume(state: Path | None, identity: str, model, optimizer, scheduler) -> list[dict[str, float]]:
     if state is None or not state.is_file():
         return []
-    content = torch.load(state, weights_only=True)
-    if content["identity"] != identity:
+    try:
+        content = torch.load(state, weights_only=True)
+    except Exception:  # torch raises half a dozen types for a damaged file
+        return []
+    if content.get("identity") != identity:
         return []
     model.load_state_dict(content["model"])
     optimizer.load_state_dict(content["optimizer"])
