@@ -40,6 +40,8 @@ $(STAMP): pyproject.toml constraints.txt
 paper: env
 	@test -d .dvc || { echo "make paper: no .dvc folder here; run it in a clone of the repository" >&2; exit 1; }
 	$(RUN) dvc repro $(REPRO_FLAGS)
+	@$(RUN) python -m sigmaens.readme
+	@echo "make paper: notebooks, figures and numbers are in results/, the tables of README.md follow them"
 
 test: env
 	$(RUN) python -m pytest

@@ -95,17 +95,20 @@ def gate_matrix(axes: Axes, gates: Tensor) -> None:
     axes.grid(False)
 
 
-def reliability(axes: Axes, probs: np.ndarray, labels: np.ndarray, bins: int = 15, **style) -> None:
-    """Draw accuracy minus mean confidence in equal-width bins of the top-1 confidence, where a bin holds samples.
+def reliability(axes: Axes, probs: np.ndarray, labels: np.ndarray, bins: int = 15, least: int = 10, **style) -> None:
+    """Draw accuracy minus mean confidence in equal-width bins of the top-1 confidence.
 
     Args:
         axes: Where to draw.
         probs: (N, K) mean probabilities.
         labels: (N,) class numbers.
+        bins: Number of bins.
+        least: Samples that a bin must hold to be drawn.
+        style: Passed to `plot`.
     """
     confidence, correct = probs.max(axis=1), probs.argmax(axis=1) == labels
     bin_of = np.clip(np.ceil(confidence * bins).astype(int) - 1, 0, bins - 1)
-    filled = np.flatnonzero(np.bincount(bin_of, minlength=bins))
-    mean = np.array([confidence[bin_of == b].mean() for b in filled])
-    gap = np.array([correct[bin_of == b].mean() for b in filled]) - mean
+    shown = np.flatnonzero(np.bincount(bin_of, minlength=bins) >= least)
+    mean = np.array([confidence[bin_of == b].mean() for b in shown])
+    gap = np.array([correct[bin_of == b].mean() for b in shown]) - mean
     axes.plot(mean, gap, **{"marker": "o", "markersize": 4, "linewidth": 1.2, **style})
