@@ -122,7 +122,8 @@ def main(argv: list[str] | None = None) -> int:
         unknown = sorted(set(wanted) - set(profiles))
         if unknown:
             raise ValueError(f"no profile {', '.join(unknown)} in params.yaml; there are {', '.join(profiles)}")
-        reports = [_check_profile(profile, tolerances) for profile in wanted or profiles]
+        # The notebook on the method belongs to no profile.
+        reports = [_check_folder(name, tolerances) for name in wanted or ["method", *profiles]]
     except (OSError, TypeError, ValueError) as error:
         print(f"sigmaens.check: {error}", file=sys.stderr)
         return 2
@@ -136,9 +137,9 @@ def _param(name: str) -> Any:
     return params[name]
 
 
-def _check_profile(profile: str, tolerances: Mapping[str, float]) -> int:
-    """Report on one profile; return 1 if a committed value is not met, or if there is none."""
-    committed = _git("ls-tree", "-r", "-z", "--name-only", "HEAD", f"results/{profile}/").split("\0")
+def _check_folder(folder: str, tolerances: Mapping[str, float]) -> int:
+    """Report on one folder of results; return 1 if a committed value is not met, or if there is none."""
+    committed = _git("ls-tree", "-r", "-z", "--name-only", "HEAD", f"results/{folder}/").split("\0")
     names = [name for name in committed if name.endswith("/metrics.json")]
     lines, values = [], 0
     for name in names:
@@ -150,9 +151,9 @@ def _check_profile(profile: str, tolerances: Mapping[str, float]) -> int:
         else:
             lines.append(f"{name}: committed, but missing here")
     if not values:
-        lines.append(f"results/{profile}: no metrics.json with values is committed, so nothing was compared")
+        lines.append(f"results/{folder}: no metrics.json with values is committed, so nothing was compared")
     outcome = f"{len(lines)} disagreements" if lines else "all within tolerance"
-    print("\n".join([*lines, f"{profile}: {len(names)} files, {values} values, {outcome}"]))
+    print("\n".join([*lines, f"{folder}: {len(names)} files, {values} values, {outcome}"]))
     return int(bool(lines))
 
 

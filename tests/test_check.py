@@ -101,11 +101,12 @@ def test_shown_values_are_read_back_with_their_types_and_six_digits(capsys):
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A committed project in a folder of its repository, with results of one profile, as the working directory."""
+    """A committed project in a folder of its repository, with results, as the working directory."""
     root = tmp_path / "a repository/project"
     write_json(root / "results/digits/tau/0.1/metrics.json", {"sigma": {"nll": 0.5, "n": 3}, "verdict": "supported"})
     write_json(root / "results/digits/claims/metrics.json", {"rho": -0.9})
     write_json(root / "results/digits/claims/other.json", {"rho": 0})
+    write_json(root / "results/method/metrics.json", {"owners": 1.5})
     (root / "params.yaml").write_text(f"profiles: [digits]\ntolerances: {json.dumps(TOLERANCES)}\n")
     for key, value in {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}.items():
         monkeypatch.setenv(key, value)
@@ -130,7 +131,11 @@ def test_results_within_tolerance_pass(project, capsys):
         project / "results/digits/tau/0.1/metrics.json", {"sigma": {"nll": 0.509, "n": 3}, "verdict": "supported"}
     )
     assert check.main([]) == 0
-    assert capsys.readouterr().out == "digits: 2 files, 4 values, all within tolerance\n"
+    assert capsys.readouterr().out == (
+        "method: 1 files, 1 values, all within tolerance\ndigits: 2 files, 4 values, all within tolerance\n"
+    )
+    write_json(project / "results/method/metrics.json", {"owners": 2.5})
+    assert check.main([]) == 1
 
 
 @pytest.mark.parametrize(
