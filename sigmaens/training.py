@@ -227,7 +227,7 @@ def train(
             dataset,
             recipe,
             seed=seed * SEED_STRIDE,
-            penalty=_penalty(settings["sigma"]),
+            penalty=_penalty(settings["sigma"]) if method == "sigma" else None,
             state=state and state / "fit.pt",
         )
         return model, history
