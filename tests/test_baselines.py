@@ -216,6 +216,24 @@ def test_packed_members_start_as_the_narrow_networks_they_are():
     assert wide.std().item() == pytest.approx(math.sqrt(2 / (32 * 9)), rel=0.03)
 
 
+def test_film_members_start_apart_as_in_the_authors_code():
+    model = baselines.build("film_ensemble", BACKBONES["wide"], {**SETTINGS, "film_ensemble": {"gain": 2.0}})
+    relative = []
+    for norm in model.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            bound = 2 * math.sqrt(6 / (4 + norm.num_features))
+            relative += [norm.weight / bound, norm.bias / bound]
+    relative = torch.cat(relative)
+    assert 0.99 < relative.abs().max() <= 1
+    assert relative.mean().item() == pytest.approx(0, abs=0.05)
+    assert relative.std().item() == pytest.approx(1 / math.sqrt(3), rel=0.05)  # uniform
+
+
+def test_the_stem_of_mimo_starts_as_the_backbones():
+    weight = make("mimo", 12, "wide").backbone.conv1.weight
+    assert weight.std().item() == pytest.approx(math.sqrt(2 / (16 * 9)), rel=0.05)
+
+
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_mimo_predicts_from_the_image_given_to_every_member(backbone):
     model, x = make("mimo", 3, backbone).eval(), images()
