@@ -233,8 +233,8 @@ class PackedEnsemble(nn.Module):
         backbone = _convert(backbone, convert)
         for name, norm in list(backbone.named_modules()):
             if type(norm) is nn.BatchNorm2d:
-                wide = nn.BatchNorm2d(widen(name, norm.num_features), norm.eps, norm.momentum, norm.affine)
-                backbone = replace(backbone, name, wide)
+                options = norm.eps, norm.momentum, norm.affine, norm.track_running_stats
+                backbone = replace(backbone, name, nn.BatchNorm2d(widen(name, norm.num_features), *options))
             elif looks_like_norm(norm):
                 raise TypeError(f"layer {name!r} is a {type(norm).__name__}; only BatchNorm2d keeps members apart")
         self.backbone = backbone
