@@ -1,4 +1,4 @@
-"""The methods compared in the paper, each a module whose forward gives member logits (B, M, K)."""
+"""The methods compared in the paper by name, each a module whose forward gives member logits (B, M, K)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from .ensemble import SigmaEnsemble
+from .peers import MIMO, BatchEnsemble, FiLMEnsemble, Masksembles, MCDropout, PackedEnsemble
 
-__all__ = ["METHODS", "DeepEnsemble", "build"]
+__all__ = ["METHODS", "PEERS", "DeepEnsemble", "build"]
 
-METHODS = ("single", "deep_ensembles", "sigma", "finetune")
+PEERS = {
+    "mc_dropout": MCDropout,
+    "batch_ensemble": BatchEnsemble,
+    "mimo": MIMO,
+    "masksembles": Masksembles,
+    "film_ensemble": FiLMEnsemble,
+    "packed_ensembles": PackedEnsemble,
+}
+METHODS = ("single", "deep_ensembles", "sigma", "finetune", *PEERS)
 
 
 class DeepEnsemble(nn.Module):
@@ -36,10 +45,10 @@ def build(method: str, backbone: Callable[[], nn.Module], settings: dict[str, An
     Args:
         method: One of `METHODS`.
         backbone: Makes a network: a freshly initialised one, or for `finetune` the trained one to convert.
-        settings: A profile's settings: `members`, `head`, and the method's own block.
+        settings: A profile's settings: `members`, `head`, and the method's own block; a peer's may be left out.
 
     Raises:
-        ValueError: if there is no such method.
+        ValueError: if there is no such method, or it has no such setting.
     """
     if method == "single":
         return DeepEnsemble([backbone()])
@@ -48,4 +57,13 @@ def build(method: str, backbone: Callable[[], nn.Module], settings: dict[str, An
     if method in ("sigma", "finetune"):
         make = SigmaEnsemble if method == "sigma" else SigmaEnsemble.from_pretrained
         return make(backbone(), settings["members"], head=settings["head"], regularize=settings["sigma"]["regularize"])
-    raise ValueError(f"no method {method!r}; there are {METHODS}")
+    if method not in PEERS:
+        raise ValueError(f"no method {method!r}; there are {METHODS}")
+    peer, options = PEERS[method], dict(settings.get(method, {}))
+    known = [name for name in peer.__init__.__kwdefaults__ or {}]
+    unknown = sorted(options.keys() - set(known))
+    if unknown:
+        raise ValueError(f"settings of {method!r}: unknown {unknown}, known {known}")
+    if peer in (MIMO, PackedEnsemble):
+        options["head"] = settings["head"]
+    return peer(backbone(), settings["members"], **options)

@@ -20,6 +20,7 @@ from .layers import MemberHead, SigmaNorm, check_members, is_supported_norm, loo
 __all__ = ["SigmaEnsemble", "load", "parameter_groups", "save"]
 
 FORMAT_VERSION = 1
+_RANK_ONE = (".r_group", ".s_group")  # BatchEnsemble's vectors r and s, by TorchUncertainty's names
 
 
 class SigmaEnsemble(nn.Module):
@@ -108,7 +109,7 @@ class SigmaEnsemble(nn.Module):
             if is_supported_norm(module):
                 if id(module) not in gated:
                     gated[id(module)] = SigmaNorm(module, members, std=std, pretrained=pretrained)
-                backbone = _replace(backbone, name, gated[id(module)])
+                backbone = replace(backbone, name, gated[id(module)])
             elif looks_like_norm(module):
                 kind = f"{type(module).__module__}.{type(module).__name__}"
                 raise TypeError(f"layer {name!r} is a {kind}, which has no σNorm: see SigmaNorm for those that have")
@@ -117,7 +118,7 @@ class SigmaEnsemble(nn.Module):
         if head is not None:
             batch_norm = any(layer.normalizes_batch for layer in gated.values())
             linear = backbone.get_submodule(head)
-            backbone = _replace(backbone, head, MemberHead(linear, members, batch_norm=batch_norm, std=std))
+            backbone = replace(backbone, head, MemberHead(linear, members, batch_norm=batch_norm, std=std))
         self.backbone = backbone
 
         names = list(self._layers())
@@ -183,7 +184,7 @@ class SigmaEnsemble(nn.Module):
         for name, module in dict(backbone.named_modules(remove_duplicate=False)).items():
             if isinstance(module, (SigmaNorm, MemberHead)) and name != f"{self.head}.norm":
                 ordinary.setdefault(id(module), module.member(m))
-                backbone = _replace(backbone, name, ordinary[id(module)])
+                backbone = replace(backbone, name, ordinary[id(module)])
         return backbone
 
     def save(self, path: str | os.PathLike) -> None:
@@ -223,10 +224,12 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return parameter groups for any torch optimiser: scale logits γ learn faster and do not decay.
 
+    The vectors r and s of BatchEnsemble do not decay either.
+
     Args:
-        model: Any module; one without σNorm layers gets a single group.
-        lr: Learning rate of all other parameters.
-        weight_decay: Weight decay of all other parameters; γ has none.
+        model: Any module; one with neither gets a single group.
+        lr: Learning rate of all parameters but γ.
+        weight_decay: Weight decay of all other parameters; γ, r and s have none.
         gamma_multiplier: Factor on `lr` for γ. Source: paper, section 5 (×100).
 
     Examples:
@@ -235,10 +238,13 @@ def parameter_groups(
         [0.1, 10.0]
     """
     gammas = {m.gamma: None for m in model.modules() if isinstance(m, SigmaNorm) and m.gamma.requires_grad}
-    others = [p for p in model.parameters() if p.requires_grad and p not in gammas]
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p not in gammas]
+    vectors = [p for name, p in named if name.endswith(_RANK_ONE)]
+    others = [p for name, p in named if not name.endswith(_RANK_ONE)]
     groups = [
         {"params": others, "lr": lr, "weight_decay": weight_decay},
         {"params": list(gammas), "lr": lr * gamma_multiplier, "weight_decay": 0.0},
+        {"params": vectors, "lr": lr, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
@@ -302,7 +308,8 @@ def _describe(model: nn.Module) -> dict[str, Any]:
     return about
 
 
-def _replace(root: nn.Module, name: str, new: nn.Module) -> nn.Module:
+def replace(root: nn.Module, name: str, new: nn.Module) -> nn.Module:
+    """Put a module in the place of the one with a dotted name, and return the root, which is `new` for the name ""."""
     if not name:
         return new
     parent, _, leaf = name.rpartition(".")

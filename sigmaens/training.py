@@ -42,7 +42,7 @@ class Recipe:
         optimizer: "sgd" or "adam".
         lr: Peak learning rate; the scale logits' is `gamma_multiplier` times that, without weight decay.
         momentum, nesterov: Of SGD.
-        weight_decay: On everything but the scale logits.
+        weight_decay: On everything but the scale logits and the vectors of BatchEnsemble.
         schedule: "constant", "step" (× `factor` after each epoch in `milestones`), "cosine" or "one_cycle".
         crop: Padding of the random crop, pixels. flip: Mirror at random.
         precision: "no", "bf16" or "fp16", as accelerate names them.
@@ -227,7 +227,7 @@ def train(
             dataset,
             recipe,
             seed=seed * SEED_STRIDE,
-            penalty=_penalty(settings["sigma"]),
+            penalty=_penalty(settings["sigma"]) if method == "sigma" else None,
             state=state and state / "fit.pt",
         )
         return model, history
