@@ -93,6 +93,8 @@ def k_star(members: int, tau: float) -> float:
     """
     check_members(members)
     check_tau(tau)
+    if tau > 1e4:  # the difference of two large numbers; its series instead
+        return members * (0.5 - 1 / (12 * tau))
     return members * (tau + math.exp(-1 / tau) / math.expm1(-1 / tau))
 
 

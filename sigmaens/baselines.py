@@ -20,6 +20,7 @@ PEERS = {
     "masksembles": Masksembles,
     "film_ensemble": FiLMEnsemble,
     "packed_ensembles": PackedEnsemble,
+    "packed_ensembles_gamma2": PackedEnsemble,
 }
 METHODS = ("single", "deep_ensembles", "sigma", "finetune", *PEERS)
 
@@ -45,7 +46,7 @@ def build(method: str, backbone: Callable[[], nn.Module], settings: dict[str, An
     Args:
         method: One of `METHODS`.
         backbone: Makes a network: a freshly initialised one, or for `finetune` the trained one to convert.
-        settings: A profile's settings: `members`, `head`, and the method's own block; a peer's may be left out.
+        settings: A profile's settings: `members`, `head`, `sigma`, and the options of `peers` by method, where given.
 
     Raises:
         ValueError: if there is no such method, or it has no such setting.
@@ -59,7 +60,7 @@ def build(method: str, backbone: Callable[[], nn.Module], settings: dict[str, An
         return make(backbone(), settings["members"], head=settings["head"], regularize=settings["sigma"]["regularize"])
     if method not in PEERS:
         raise ValueError(f"no method {method!r}; there are {METHODS}")
-    peer, options = PEERS[method], dict(settings.get(method, {}))
+    peer, options = PEERS[method], dict(settings.get("peers", {}).get(method, {}))
     known = [name for name in peer.__init__.__kwdefaults__ or {}]
     unknown = sorted(options.keys() - set(known))
     if unknown:

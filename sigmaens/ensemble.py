@@ -93,6 +93,8 @@ class SigmaEnsemble(nn.Module):
 
     def _build(self, backbone, members, head, regularize, std, *, pretrained):
         check_members(members)
+        if not isinstance(backbone, nn.Module):
+            raise TypeError(f"backbone must be a torch module, not {type(backbone).__name__}")
         if any(isinstance(module, (SigmaNorm, MemberHead)) for module in backbone.modules()):
             raise TypeError("the backbone already has σNorm layers")
         backbone = copy.deepcopy(backbone)
@@ -122,11 +124,9 @@ class SigmaEnsemble(nn.Module):
         self.backbone = backbone
 
         names = list(self._layers())
-        patterns = [regularize] if isinstance(regularize, str) else list(regularize)
-        unmatched = [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]
-        if unmatched or not patterns:
-            raise ValueError(f"regularize {unmatched or patterns} matches none of the σNorm layers {names}")
-        self.regularized = tuple(name for name in names if any(fnmatchcase(name, p) for p in patterns))
+        self.regularized = matching(names, regularize)
+        for name, layer in self._layers().items():
+            layer.label = name
         self.training = backbone.training
 
     def _layers(self) -> dict[str, SigmaNorm]:
@@ -139,15 +139,24 @@ class SigmaEnsemble(nn.Module):
         members, in nested lists and mappings too; anything else is passed as it is. A mapping given as the only
         argument, such as a tokenizer's batch, is passed by keywords. Of a backbone that returns more than a tensor,
         `.logits` is taken, or else its first tensor with a row for each input row.
+
+        Inside the backbone the batch must stay the first dimension. A norm that sees it elsewhere, as in
+        sequence-first transformers, is refused by name; only a sequence exactly M·B long cannot be told from a batch.
         """
         if len(args) == 1 and isinstance(args[0], Mapping):
             args, kwargs = (), {**args[0], **kwargs}
         batch = _batch_size((args, kwargs))
-        if batch is None:
-            raise TypeError("no tensor with a batch dimension among the arguments")
+        if not batch:
+            raise ValueError("no tensor with rows in a batch dimension among the arguments")
         args, kwargs = _fold((args, kwargs), batch, self.members)
-        with _no_fast_path():
-            output = self.backbone(*args, **kwargs)
+        for layer in self._layers().values():
+            layer.rows = self.members * batch
+        try:
+            with _no_fast_path():
+                output = self.backbone(*args, **kwargs)
+        finally:
+            for layer in self._layers().values():
+                layer.rows = None
         logits = _logits(output, rows=self.members * batch)
         return logits.unflatten(0, (self.members, batch)).transpose(0, 1)
 
@@ -177,7 +186,7 @@ class SigmaEnsemble(nn.Module):
         Raises:
             IndexError: if `m` is not in 0..M−1.
         """
-        if not 0 <= m < self.members:
+        if isinstance(m, bool) or not 0 <= m < self.members:
             raise IndexError(f"member {m} is not in 0..{self.members - 1}")
         backbone = copy.deepcopy(self.backbone)
         ordinary: dict[int, nn.Module] = {}
@@ -290,6 +299,11 @@ def load(model: nn.Module, path: str | os.PathLike) -> nn.Module:
     problems = [f"lacks {name}" for name in expected if name not in state]
     problems += [f"has an unknown {name}" for name in state if name not in expected]
     problems += [
+        f"has {name} as {state[name].dtype} instead of {tensor.dtype}"
+        for name, tensor in expected.items()
+        if name in state and state[name].dtype != tensor.dtype
+    ]
+    problems += [
         f"has {name} of shape {tuple(state[name].shape)} instead of {tuple(tensor.shape)}"
         for name, tensor in expected.items()
         if name in state and state[name].shape != tensor.shape
@@ -306,6 +320,22 @@ def _describe(model: nn.Module) -> dict[str, Any]:
     if isinstance(model, SigmaEnsemble):
         about |= {"members": model.members, "backbone": type(model.backbone).__name__, "head": model.head}
     return about
+
+
+def matching(names: Iterable[str], patterns: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the names that match an `fnmatch` pattern, or one of several.
+
+    Raises:
+        TypeError: if a pattern is no string.
+        ValueError: if a pattern matches nothing; it is named.
+    """
+    names, patterns = list(names), [patterns] if isinstance(patterns, str) else list(patterns or ())
+    if not all(isinstance(p, str) for p in patterns):
+        raise TypeError(f"regularize must be a pattern or a list of patterns, not {patterns}")
+    unmatched = [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]
+    if unmatched or not patterns:
+        raise ValueError(f"regularize {unmatched or patterns} matches none of the σNorm layers {names}")
+    return tuple(name for name in names if any(fnmatchcase(name, p) for p in patterns))
 
 
 def replace(root: nn.Module, name: str, new: nn.Module) -> nn.Module:

@@ -95,9 +95,12 @@ class SigmaNorm(nn.Module):
                 "GroupNorm, RMSNorm, or a subclass from timm, torchvision or transformers"
             )
         check_members(members)
-        if std < 0:
-            raise ValueError(f"std must be ≥ 0, not {std}")
+        if not 0 <= std < float("inf"):
+            raise ValueError(f"std must be a number ≥ 0, not {std}")
         self.members = members
+        # Set by the ensemble: the layer's name, and how many rows the folded batch has in the present call.
+        self.label: str | None = None
+        self.rows: int | None = None
         template = copy.deepcopy(norm)
         # Not registered as a submodule: it has no tensors of its own left, but its children (activations) might.
         vars(self)["template"] = template
@@ -154,6 +157,13 @@ class SigmaNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise and gate `x` of shape (M·B, …), member slowest."""
+        # (T, B, D) with T a multiple of B has the right number of rows, but not the right rows.
+        turned = x.dim() == 3 and not self.normalizes_batch and x.shape[1] == self.rows != x.shape[0]
+        if self.rows is not None and (x.shape[0] % self.rows or turned):
+            raise ValueError(
+                f"layer {self.label!r} got {tuple(x.shape)} where the batch of {self.rows} rows must come first: "
+                "sequence-first backbones cannot be folded; use their batch-first form"
+            )
         if x.shape[0] % self.members:
             raise ValueError(
                 f"{x.shape[0]} rows cannot hold {self.members} members: fold the members into the batch, row m·B + b"

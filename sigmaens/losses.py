@@ -70,8 +70,10 @@ def diversity_loss(ensemble: SigmaEnsemble | Mapping[str, Tensor], tau: float, w
         -5.545177...
     """
     check_tau(tau)
-    if not 0 <= weight < float("inf"):
-        raise ValueError(f"weight must be a number ≥ 0, not {weight}")
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):
+        raise ValueError(f"weight must be a number ≥ 0, not {weight!r}")
+    if not isinstance(ensemble, (SigmaEnsemble, Mapping)):
+        raise TypeError(f"expected a SigmaEnsemble or a mapping of gates, got {type(ensemble).__name__}")
     gates = ensemble.regularized_gates() if isinstance(ensemble, SigmaEnsemble) else ensemble
     if not gates:
         raise ValueError("no gates to regularise")
@@ -82,5 +84,5 @@ def diversity_loss(ensemble: SigmaEnsemble | Mapping[str, Tensor], tau: float, w
 
 def check_tau(tau: float) -> None:
     """Raise ValueError unless the temperature is a finite number > 0."""
-    if not 0 < tau < float("inf"):
-        raise ValueError(f"tau must be a number > 0, not {tau}")
+    if isinstance(tau, bool) or not isinstance(tau, (int, float)) or not 0 < tau < float("inf"):
+        raise ValueError(f"tau must be a number > 0, not {tau!r}")

@@ -19,7 +19,7 @@ from . import metrics, paths, uncertainty
 from .analysis import sigma_norm_cos
 from .ensemble import SigmaEnsemble, save
 
-__all__ = ["Run", "interval", "multiply_adds", "parameters", "per_cent", "summary", "write_json"]
+__all__ = ["Run", "interval", "multiply_adds", "parameters", "per_cent", "plus_minus", "summary", "write_json"]
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,24 @@ class Run:
         tensors = {f"logits/{split}": torch.from_numpy(array) for split, array in logits.items()}
         if isinstance(model, SigmaEnsemble):
             tensors |= {f"gates/{name}": gate.detach().cpu().contiguous() for name, gate in model.gates().items()}
-        temporary = self.folder / f"seed{seed}.writing"
+        temporary = self.folder / f"seed{seed}.{os.getpid()}.writing"
         save_file(tensors, temporary)
         os.replace(temporary, self._outputs(seed))
         save(model, self.checkpoint(seed))
+
+    def logits(self, split: str) -> list[np.ndarray]:
+        """Return the members' logits on a split, float32 (N, M, K), for each seed."""
+        return [self._read(seed, "logits/")[split].numpy() for seed in self.seeds]
+
+    def history(self) -> pd.DataFrame:
+        """Return the training history of all seeds, as the training notebooks keep it."""
+        return pd.read_csv(self.folder / "history.csv")
+
+    def final_cross_entropy(self) -> np.ndarray:
+        """Return the mean training cross-entropy of the last epoch, nats, for each seed: how far training got."""
+        history = self.history()
+        last = history[history["epoch"] == history["epoch"].max()]
+        return last.groupby("seed")["cross_entropy"].mean().loc[list(self.seeds)].to_numpy()
 
     def probs(self, split: str) -> list[np.ndarray]:
         """Return the members' probabilities on a split, float64 (N, M, K), for each seed."""
@@ -124,6 +138,17 @@ def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float
         raise ValueError(f"an interval needs at least two values, got {len(array)}")
     half = stats.t.ppf(0.5 + level / 2, len(array) - 1) * array.std(ddof=1) / math.sqrt(len(array))
     return float(array.mean() - half), float(array.mean() + half)
+
+
+def plus_minus(values: Iterable[float], digits: int = 3) -> str:
+    """Return values as "mean ± sd" with fixed decimals.
+
+    Examples:
+        >>> plus_minus([0.1, 0.2, 0.3])
+        '0.200 ± 0.100'
+    """
+    s = summary(values)
+    return f"{s['mean']:.{digits}f} ± {s['sd']:.{digits}f}"
 
 
 def per_cent(values: Iterable[float], digits: int = 1) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import json
@@ -11,6 +12,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -96,9 +98,9 @@ class Recipe:
         for name in ("lr", "gamma_multiplier", "factor"):
             value = getattr(recipe, name)
             require(_real(value) and 0 < value < math.inf, name, "a number > 0")
-        for name in ("momentum", "weight_decay"):
+        for name, end in {"momentum": 1, "weight_decay": math.inf}.items():
             value = getattr(recipe, name)
-            require(_real(value) and 0 <= value < math.inf, name, "a number ≥ 0")
+            require(_real(value) and 0 <= value < end, name, "a number ≥ 0" + (" and < 1" if end == 1 else ""))
         for name in ("nesterov", "flip"):
             require(isinstance(getattr(recipe, name), bool), name, "true or false")
         return recipe
@@ -294,8 +296,15 @@ def side_by_side(function: Callable[[int], Any], seeds: Sequence[int]) -> dict[i
     if len(seeds) == 1 or torch.cuda.is_available() or sys.platform != "linux":
         return {seed: function(seed) for seed in seeds}
     # Forked, a process starts with everything imported and loaded, a function of the notebook included.
-    with ProcessPoolExecutor(len(seeds), mp_context=multiprocessing.get_context("fork")) as pool:
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(len(seeds), mp_context=fork, initializer=_die_with_parent) as pool:
         return dict(zip(seeds, pool.map(function, seeds), strict=True))
+
+
+def _die_with_parent() -> None:
+    """Have the kernel end this process when its parent ends, however that happens: no worker writes on alone."""
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of Linux' prctl
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def _backbone(dataset: datasets.Dataset, settings: dict[str, Any]) -> nn.Module:
@@ -355,7 +364,7 @@ def _scheduler(
         return schedulers.CosineAnnealingLR(optimizer, total)
     if recipe.schedule == "one_cycle":
         peaks = [group["lr"] for group in optimizer.param_groups]
-        return schedulers.OneCycleLR(optimizer, peaks, total_steps=total)
+        return schedulers.OneCycleLR(optimizer, peaks, total_steps=total, cycle_momentum=False)
     milestones = [epoch * steps_per_epoch for epoch in recipe.milestones] if recipe.schedule == "step" else []
     return schedulers.MultiStepLR(optimizer, milestones, recipe.factor)
 
@@ -388,7 +397,7 @@ def _keep(state: Path | None, identity: str, model, optimizer, scheduler, histor
         "scheduler": scheduler.state_dict(),
         "history": history,
     }
-    temporary = state.with_suffix(".writing")
+    temporary = state.with_suffix(f".{os.getpid()}.writing")
     torch.save(content, temporary)
     os.replace(temporary, state)
 

@@ -26,6 +26,11 @@ def energy(k, members, tau):
     return (k - members) / tau - members * np.log(k + (members - k) * np.exp(-1 / tau))
 
 
+def test_k_star_keeps_its_digits_for_any_temperature():
+    for tau in (9e3, 1.1e4, 1e8, 1e16):
+        assert k_star(4, tau) == pytest.approx(2 - 1 / (3 * tau), rel=1e-9)
+
+
 @pytest.mark.parametrize("members", [1, 2, 4, 5])
 @pytest.mark.parametrize("tau", [1e-9, 1e-3, 0.1, 1.0, 1e3, 1e9])
 def test_corner_energy_is_its_formula(members, tau):

@@ -32,7 +32,7 @@ BACKBONES = {
 
 def make(method, members=4, backbone="narrow", seed=0, **options):
     torch.manual_seed(seed)
-    model = baselines.build(method, BACKBONES[backbone], {**SETTINGS, "members": members, method: options})
+    model = baselines.build(method, BACKBONES[backbone], {**SETTINGS, "members": members, "peers": {method: options}})
     return lively(model)
 
 
@@ -217,7 +217,7 @@ def test_packed_members_start_as_the_narrow_networks_they_are():
 
 
 def test_film_members_start_apart_as_in_the_authors_code():
-    model = baselines.build("film_ensemble", BACKBONES["wide"], {**SETTINGS, "film_ensemble": {"gain": 2.0}})
+    model = baselines.build("film_ensemble", BACKBONES["wide"], {**SETTINGS, "peers": {"film_ensemble": {"gain": 2.0}}})
     relative = []
     for norm in model.modules():
         if isinstance(norm, nn.BatchNorm2d):
@@ -279,7 +279,7 @@ def test_mimo_trains_every_member_on_all_images_in_its_own_order():
 )
 def test_without_what_makes_it_an_ensemble_a_peer_is_its_backbone(method, members, options, backbone, train):
     plain = lively(BACKBONES[backbone]())
-    settings = {**SETTINGS, "members": members, method: options}
+    settings = {**SETTINGS, "members": members, "peers": {method: options}}
     model = baselines.build(method, lambda: plain, settings).train(train)
     if method == "batch_ensemble":
         for name, parameter in model.named_parameters():

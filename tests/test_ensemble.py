@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from sigmaens import SigmaEnsemble, SigmaNorm, ensemble, parameter_groups
+from sigmaens import SigmaEnsemble, SigmaNorm, diversity_loss, ensemble, parameter_groups
 from sigmaens.layers import MemberHead
 
 
@@ -477,8 +477,51 @@ def test_outputs_without_a_row_for_each_sample_and_member_are_refused(answer, go
 
 
 def test_inputs_without_a_batch_are_refused():
-    with pytest.raises(TypeError, match="no tensor with a batch dimension"):
-        SigmaEnsemble(Speaks(), 2)(torch.tensor(1.0))
+    for argument in (torch.tensor(1.0), torch.empty(0, 4)):
+        with pytest.raises(ValueError, match="no tensor with rows in a batch dimension"):
+            SigmaEnsemble(Speaks(), 2)(argument)
+
+
+class SequenceFirst(nn.Module):
+    """torch's default: (T, B, D) inside, whatever the outside is."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 1, enable_nested_tensor=False)
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.fc(self.encoder(x.transpose(0, 1))[0])
+
+
+@pytest.mark.parametrize("length", [5, 8, 24])
+def test_sequence_first_backbones_are_refused_and_not_mixed_up(length):
+    ens = SigmaEnsemble(SequenceFirst(), 4).eval()
+    with pytest.raises(ValueError, match=r"layer 'encoder.layers.0.norm1' got .* batch of 12 rows must come first"):
+        ens(torch.randn(3, length, 8))
+    assert all(layer.rows is None for layer in ens.modules() if isinstance(layer, SigmaNorm))
+
+
+def test_what_is_no_backbone_pattern_or_member_is_named():
+    with pytest.raises(TypeError, match="backbone must be a torch module, not str"):
+        SigmaEnsemble("resnet18", 2)
+    for patterns in (None, [], [3]):
+        with pytest.raises((TypeError, ValueError), match="regularize"):
+            SigmaEnsemble(Speaks(), 2, regularize=patterns)
+    with pytest.raises(IndexError, match="member True"):
+        SigmaEnsemble(Speaks(), 2).member(True)
+    with pytest.raises(TypeError, match="a SigmaEnsemble or a mapping of gates, got Linear"):
+        diversity_loss(nn.Linear(2, 2), tau=0.1)
+    for tau in ("0.1", None, True):
+        with pytest.raises(ValueError, match="tau must be a number > 0"):
+            diversity_loss({"a": torch.rand(2, 3)}, tau=tau)
+
+
+def test_a_file_of_another_precision_is_refused(tmp_path):
+    ens = SigmaEnsemble(Speaks(), 2)
+    ens.save(tmp_path / "half.safetensors")
+    with pytest.raises(ValueError, match=r"as torch.float32 instead of torch.float64"):
+        SigmaEnsemble(Speaks(), 2).double().load(tmp_path / "half.safetensors")
 
 
 # Backbones of libraries: member m is the backbone with its norms' scales set to σ(γ_m)

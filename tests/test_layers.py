@@ -303,8 +303,9 @@ def test_members_must_be_a_positive_integer(members):
 
 
 def test_negative_std_is_refused():
-    with pytest.raises(ValueError, match="std must be ≥ 0, not -1"):
-        SigmaNorm(nn.LayerNorm(3), 2, std=-1)
+    for std in (-1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"std must be a number ≥ 0, not {std}"):
+            SigmaNorm(nn.LayerNorm(3), 2, std=std)
 
 
 def test_rows_that_are_no_multiple_of_members_are_refused():

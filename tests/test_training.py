@@ -370,7 +370,7 @@ def broken_seed(seed):
         ({"lr": float("nan")}, "lr must be a number > 0, not nan"),
         ({"factor": float("inf")}, "factor must be a number > 0, not inf"),
         ({"gamma_multiplier": None}, "gamma_multiplier must be a number > 0, not None"),
-        ({"momentum": -0.1}, r"momentum must be a number ≥ 0, not -0\.1"),
+        ({"momentum": -0.1}, r"momentum must be a number ≥ 0 and < 1, not -0\.1"),
         ({"weight_decay": True}, "weight_decay must be a number ≥ 0, not True"),
         ({"flip": "false"}, "flip must be true or false, not 'false'"),
         ({"nesterov": 1}, "nesterov must be true or false, not 1"),
