@@ -1,5 +1,6 @@
 # make env     install the pinned environment into $(VENV)
 # make paper   regenerate every result with DVC (REPRO_FLAGS=--force: even what is up to date)
+# make cost    measure times again, which `make paper` leaves as they are (PROFILE=digits)
 # make test    run the tests
 # make check   compare the results with the committed ones, and run the committed notebooks again
 # make lint    check style, notebooks included
@@ -7,6 +8,7 @@
 # make clean   remove caches and unfinished training; results and the DVC cache stay
 
 VENV ?= .venv
+PROFILE ?= digits
 REPRO_FLAGS ?=
 
 space := $(subst ,, )
@@ -17,7 +19,7 @@ RUN := PATH="$$(cd "$(VENV)/bin" && pwd):$$PATH"
 
 export DVC_NO_ANALYTICS := true
 
-.PHONY: env paper test check lint lab clean
+.PHONY: env paper cost test check lint lab clean
 
 env: $(STAMP)
 
@@ -42,6 +44,11 @@ paper: env
 	$(RUN) dvc repro $(REPRO_FLAGS)
 	@$(RUN) python -m sigmaens.readme
 	@echo "make paper: notebooks, figures and numbers are in results/, the tables of README.md follow them"
+
+cost: env
+	$(RUN) python -m sigmaens.notebook clean
+	$(RUN) python -m sigmaens.notebook 13_cost --output "results/$(PROFILE)/cost/13_cost.ipynb" profile=$(PROFILE)
+	$(RUN) dvc commit --force cost@$(PROFILE)
 
 test: env
 	$(RUN) python -m pytest

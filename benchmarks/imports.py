@@ -19,7 +19,9 @@ TIMED = "import time; start = time.perf_counter(); {}; print(time.perf_counter()
 
 def seconds(statement: str) -> float:
     """Return the seconds that an import statement takes in a fresh process."""
-    done = subprocess.run([sys.executable, "-c", TIMED.format(statement)], stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", TIMED.format(statement)], stdout=subprocess.PIPE, text=True, check=True
+    )
     return float(done.stdout)
 
 

@@ -1,8 +1,8 @@
 """Time one training step and one evaluation pass of an ensemble beside its plain backbone, on the CPU.
 
 Three networks built on one narrow ResNet compute M·B rows each: the plain backbone gets M·B distinct images, σN-Ens
-and TorchUncertainty's BatchEnsemble get B images and repeat them for their M members. A training step is forward
-pass, loss (with the diversity loss for σN-Ens), backward pass and SGD step; an evaluation pass is the forward pass
+Three networks built on one narrow ResNet compute M·B rows each: the plain backbone gets M·B distinct images, σN-Ens and
+BatchEnsemble (TorchUncertainty's layers) get B images and repeat them for their M members. A training step is forward
 in evaluation mode. Both are timed in NCHW and in channels-last.
 
 All are timed in turn within every round, the first one moving on from round to round, so that whatever else the
@@ -17,9 +17,7 @@ On a machine that others use too, `--clock cpu` leaves out the time in which the
 from __future__ import annotations
 
 import argparse
-import copy
 import json
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,13 +30,14 @@ from torch.nn import functional as F
 
 import sigmaens as sn
 from sigmaens.backbones import narrow_resnet
+from sigmaens.cost import machine, median_interval, paired_times
+from sigmaens.peers import BatchEnsemble
 
 CLASSES = 10
 FORMATS = {"NCHW": torch.contiguous_format, "channels-last": torch.channels_last}
 PHASES = ("train", "eval")
 PLAIN = "plain"
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-WARM_UP = 2
 
 
 @dataclass
@@ -51,37 +50,15 @@ class Contender:
     optimizer: torch.optim.Optimizer
 
     def train(self) -> None:
+        self.network.train()
         self.optimizer.zero_grad()
         self.loss(self.network(self.images)).backward()
         self.optimizer.step()
 
     @torch.inference_mode()
     def eval(self) -> None:
+        self.network.eval()
         self.network(self.images)
-
-    def seconds(self, phase: str, clock: Callable[[], float]) -> float:
-        """Return the time that one training step or evaluation pass takes."""
-        self.network.train(phase == "train")
-        start = clock()
-        getattr(self, phase)()
-        return clock() - start
-
-
-def batch_ensemble(backbone: nn.Module, members: int) -> nn.Module:
-    """Return TorchUncertainty's BatchEnsemble version of a backbone, which repeats its input for the members.
-
-    Its own `convert_layers` fails on nested networks (0.13), so the layers are converted here, each by its rule.
-    """
-    from torch_uncertainty.layers import BatchConv2d, BatchLinear
-    from torch_uncertainty.methods import batch_ensemble
-
-    backbone = copy.deepcopy(backbone)
-    rules = {nn.Conv2d: BatchConv2d.from_conv2d, nn.Linear: BatchLinear.from_linear}
-    for name, layer in list(backbone.named_modules()):
-        if type(layer) in rules:
-            parent, _, leaf = name.rpartition(".")
-            setattr(backbone.get_submodule(parent), leaf, rules[type(layer)](layer, members))
-    return batch_ensemble(backbone, members, repeat_training_inputs=True)
 
 
 def contenders(members: int, batch: int, width: int, size: int, memory_format: torch.memory_format) -> dict:
@@ -106,46 +83,8 @@ def contenders(members: int, batch: int, width: int, size: int, memory_format: t
             sigma, batch, lambda logits: sn.member_cross_entropy(logits, few) + sn.diversity_loss(sigma, 0.1, 1e-2)
         ),
         "BatchEnsemble": contend(
-            batch_ensemble(backbone, members),
-            batch,
-            lambda logits: F.cross_entropy(logits, few.repeat(members)),
+            BatchEnsemble(backbone, members), batch, lambda logits: sn.member_cross_entropy(logits, few)
         ),
-    }
-
-
-def measure(
-    networks: dict[tuple[str, str], Contender], rounds: int, clock: Callable[[], float]
-) -> dict[tuple[str, str, str], np.ndarray]:
-    """Return the times in seconds, shape (rounds,), by (format, network, phase)."""
-    jobs = [(*key, phase) for phase in PHASES for key in networks]
-    times: dict[tuple[str, str, str], list[float]] = {job: [] for job in jobs}
-    for turn in range(-WARM_UP, rounds):
-        first = turn % len(jobs)
-        for job in jobs[first:] + jobs[:first]:
-            elapsed = networks[job[:2]].seconds(job[2], clock)
-            if turn >= 0:
-                times[job].append(elapsed)
-    return {job: np.array(elapsed) for job, elapsed in times.items()}
-
-
-def median_interval(values: np.ndarray, resamples: int = 2000) -> tuple[float, float, float]:
-    """Return the median of values (N,) and its 95 % bootstrap interval."""
-    rng = np.random.default_rng(0)
-    medians = np.median(rng.choice(values, (resamples, len(values))), axis=1)
-    low, high = np.quantile(medians, [0.025, 0.975])
-    return float(np.median(values)), float(low), float(high)
-
-
-def machine() -> dict[str, str | int]:
-    """Describe what the times depend on."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": names[0] if names else platform.processor() or platform.machine(),
-        "cores": len(names) or torch.get_num_threads(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
     }
 
 
@@ -181,7 +120,8 @@ def main() -> None:
         for layout, memory_format in FORMATS.items()
         for name, contender in contenders(**options, memory_format=memory_format).items()
     }
-    times = measure(networks, rounds, CLOCKS[clock])
+    jobs = {(*key, phase): getattr(contender, phase) for phase in PHASES for key, contender in networks.items()}
+    times = paired_times(jobs, rounds, clock=CLOCKS[clock])
 
     rows = []
     for layout, name in networks:

@@ -13,18 +13,43 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-__all__ = ["COLORS", "LABELS", "MARKERS", "gate_matrix", "history", "reliability", "save", "spread", "use_style"]
+__all__ = [
+    "COLORS",
+    "LABELS",
+    "MARKERS",
+    "PALETTE",
+    "gate_matrix",
+    "history",
+    "reliability",
+    "save",
+    "spread",
+    "style",
+    "use_style",
+]
 
-_PALETTE = sns.color_palette("colorblind")
-LABELS = {
-    "single": "Single",
-    "deep_ensembles": "Deep Ensembles",
-    "sigma": "σN-Ens",
-    "finetune": "σN-Ens FineTune",
+PALETTE = sns.color_palette("colorblind")
+# Name, colour and marker of a method are the same in every figure.
+_METHODS = {
+    "single": ("Single", 7, "s"),
+    "deep_ensembles": ("Deep Ensembles", 0, "D"),
+    "mc_dropout": ("MC-Dropout", 9, "^"),
+    "batch_ensemble": ("BatchEnsemble", 4, "P"),
+    "mimo": ("MIMO", 5, "X"),
+    "masksembles": ("Masksembles", 6, "<"),
+    "film_ensemble": ("FiLM-Ensemble", 8, ">"),
+    "packed_ensembles": ("Packed-Ensembles", 1, "h"),
+    "packed_ensembles_gamma2": ("Packed-Ensembles γ=2", 1, "p"),
+    "sigma": ("σN-Ens", 3, "o"),
+    "finetune": ("σN-Ens FineTune", 2, "v"),
 }
-# Colour, marker and order of a method are the same in every figure.
-COLORS = dict(zip(LABELS, (_PALETTE[7], _PALETTE[0], _PALETTE[3], _PALETTE[2]), strict=True))
-MARKERS = dict(zip(LABELS, "sDov", strict=True))
+LABELS = {method: name for method, (name, _, _) in _METHODS.items()}
+COLORS = {method: PALETTE[color] for method, (_, color, _) in _METHODS.items()}
+MARKERS = {method: marker for method, (_, _, marker) in _METHODS.items()}
+
+
+def style(method: str) -> dict[str, object]:
+    """Return colour, marker and label of a method, for `spread`, `plot` and `errorbar`."""
+    return {"color": COLORS[method], "marker": MARKERS[method], "label": LABELS[method]}
 
 
 def use_style() -> None:

@@ -79,10 +79,14 @@ class Run:
         """Return the gates {layer name: (M, C)} for each seed; empty for methods without any."""
         return [self._read(seed, "gates/") for seed in self.seeds]
 
-    def table(self, split: str, labels: np.ndarray) -> pd.DataFrame:
-        """Return every measure of the run on a split, a row for each seed; columns are the metrics' names."""
+    def table(self, split: str, labels: np.ndarray, members: int | None = None) -> pd.DataFrame:
+        """Return every measure of the run on a split, a row for each seed; columns are the metrics' names.
+
+        `members` takes the first ones only, which makes sense for members that were trained on their own.
+        """
         rows = []
         for seed, probs, gates in zip(self.seeds, self.probs(split), self.gates(), strict=True):
+            probs = probs[:, :members]
             row = {"seed": seed, **metrics.classification(probs.mean(axis=1), labels)}
             row["jensen_gap"] = uncertainty.jensen_gap(probs, labels)
             row["disagreement"] = uncertainty.disagreement(probs)
