@@ -17,7 +17,6 @@ On a machine that others use too, `--clock cpu` leaves out the time in which the
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -97,7 +96,7 @@ def count(text: str) -> int:
 
 
 def main() -> None:
-    """Measure, print a table, and write it as JSON if asked to."""
+    """Measure, print a table, and write it to a file if asked to."""
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -108,9 +107,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=count, default=30, help="timed rounds")
     parser.add_argument("--threads", type=count, default=1, help="threads; the training loop uses one")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="wall time, or processor time of all threads")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the numbers here too")
+    parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the table here too")
     options = vars(parser.parse_args())
-    path, rounds, clock = options.pop("json"), options.pop("rounds"), options.pop("clock")
+    path, rounds, clock = options.pop("markdown"), options.pop("rounds"), options.pop("clock")
 
     torch.set_num_threads(options.pop("threads"))
     # Gates near zero make denormals, which CPUs crawl on; the training loop flushes them too.
@@ -123,28 +122,24 @@ def main() -> None:
     jobs = {(*key, phase): getattr(contender, phase) for phase in PHASES for key, contender in networks.items()}
     times = paired_times(jobs, rounds, clock=CLOCKS[clock])
 
-    rows = []
+    about = machine()
+    setting = f"{', '.join(f'{key} {value}' for key, value in options.items())}, {clock} time, n = {rounds} rounds"
+    lines = [
+        f"{about['cpu']}, {about['cores']} cores, {about['threads']} thread(s), torch {about['torch']}; {setting}:",
+        "",
+        "| format | network | training step, ms | ratio to plain | evaluation, ms | ratio to plain |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for layout, name in networks:
-        row = {"format": layout, "network": name}
+        cells = [layout, name]
         for phase in PHASES:
             own, plain = times[layout, name, phase], times[layout, PLAIN, phase]
-            row[f"{phase}_ms"] = float(np.median(own) * 1e3)
-            row[f"{phase}_ratio"], *row[f"{phase}_interval"] = median_interval(own / plain)
-        rows.append(row)
-
-    about = machine()
-    print(f"{about['cpu']}, {about['cores']} cores, {about['threads']} threads, torch {about['torch']}")
-    print(f"{', '.join(f'{key} {value}' for key, value in options.items())}, {clock} time, n = {rounds} rounds")
-    print(f"{'':<28}" + "".join(f"{phase + ' ms':>10}{'ratio to plain':>22}" for phase in PHASES))
-    for row in rows:
-        line = f"{row['format']:<14}{row['network']:<14}"
-        for phase in PHASES:
-            low, high = row[f"{phase}_interval"]
-            line += f"{row[f'{phase}_ms']:>10.1f}{row[f'{phase}_ratio']:>8.3f} [{low:.3f}, {high:.3f}]"
-        print(line)
+            ratio, low, high = median_interval(own / plain)
+            cells += [f"{np.median(own) * 1e3:.1f}", f"{ratio:.3f} [{low:.3f}, {high:.3f}]"]
+        lines.append(f"| {' | '.join(cells)} |")
+    print("\n".join(lines))
     if path is not None:
-        report = {"machine": about, **options, "clock": clock, "rounds": rounds, "rows": rows}
-        path.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

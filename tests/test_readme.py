@@ -13,7 +13,7 @@ def text():
 
 
 def test_blocks_are_the_results(text):
-    assert len(readme.BLOCK.findall(text)) == 2
+    assert len(readme.BLOCK.findall(text)) == 4
     assert readme.fill(text) == text, "run python -m sigmaens.readme"
 
 
@@ -34,6 +34,17 @@ def test_links_lead_somewhere(text):
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if not link.startswith("http")]
     assert links
     assert not [link for link in links if not (paths.root() / link).exists()]
+
+
+def test_nothing_is_left_to_fill_in(text):
+    assert not re.search(r"\b(TODO|TBD|XXX|[A-Z]+_TIME|BENCH)\b", text)
+
+
+def test_links_of_notebooks_lead_somewhere():
+    for path in [*paths.root().glob("notebooks/*.ipynb"), *paths.root().glob("results/**/*.ipynb")]:
+        links = re.findall(r"\]\(([^)#]+?)\)", path.read_text(encoding="utf-8"))
+        relative = [link for link in links if re.match(r"[\w./-]+\.(py|ipynb|md|yaml)$", link)]
+        assert not [link for link in relative if not (path.parent / link).exists()], path
 
 
 def test_example_runs(text):
