@@ -4,6 +4,7 @@ import json
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from scipy import stats
@@ -50,6 +51,16 @@ def test_run_keeps_weights_predictions_and_gates(run):
         member = np.mean([metrics.nll(probs[:, m], labels) for m in range(2)])
         assert math.isclose(table.loc[seed, "member_nll"], member, rel_tol=1e-9)
         assert table.loc[seed, "cos"] == sn.sigma_norm_cos(models[seed].gates())
+        assert run.table("test", labels, members=1).loc[seed, "nll"] == metrics.nll(probs[:, 0], labels)
+    for seed, z in zip(run.seeds, run.logits("test"), strict=True):
+        np.testing.assert_array_equal(z, logits[seed])
+    rows = [
+        {"seed": seed, "epoch": e, "cross_entropy": 10 * seed + e, "penalty": 0}
+        for seed in run.seeds
+        for e in (0, 1, 1)
+    ]
+    pd.DataFrame(rows).to_csv(run.folder / "history.csv", index=False)
+    assert list(run.final_cross_entropy()) == [1, 31]
 
 
 def test_two_saves_are_the_same_bytes(run):
