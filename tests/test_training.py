@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -344,6 +345,36 @@ def test_side_by_side_is_one_after_the_other():
             np.testing.assert_array_equal(weights[name], array)
     with pytest.raises(Killed):
         training.side_by_side(broken_seed, (0, 1))
+
+
+def sleeping_seed(folder, seed):
+    (Path(folder) / f"{seed}.pid").write_text(str(os.getpid()))
+    time.sleep(300)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere seeds run one after the other, in one process")
+def test_workers_end_with_the_process_that_started_them(tmp_path):
+    """A killed stage must not go on writing into the results of the one that takes its place."""
+    script = (
+        "import functools, sys, test_training; from sigmaens import training;"
+        "training.side_by_side(functools.partial(test_training.sleeping_seed, sys.argv[1]), (0, 1))"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script, tmp_path], cwd=Path(__file__).parent)
+    deadline = time.monotonic() + 120
+    while not all((tmp_path / f"{seed}.pid").is_file() for seed in (0, 1)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    parent.kill()
+    parent.wait()
+    workers = [int(file.read_text()) for file in tmp_path.glob("*.pid")]
+    assert len(workers) == 2
+
+    def alive(pid):
+        status = Path(f"/proc/{pid}/stat")
+        return status.is_file() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+    while any(map(alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(alive, workers))
 
 
 def broken_seed(seed):
