@@ -348,7 +348,9 @@ def test_side_by_side_is_one_after_the_other():
 
 
 def sleeping_seed(folder, seed):
-    (Path(folder) / f"{seed}.pid").write_text(str(os.getpid()))
+    unfinished = Path(folder) / f"{seed}.unfinished"
+    unfinished.write_text(str(os.getpid()))
+    unfinished.rename(unfinished.with_suffix(".pid"))
     time.sleep(300)
 
 
