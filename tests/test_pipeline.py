@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import subprocess
 
 import pytest
 
@@ -83,3 +84,12 @@ def test_no_pipe_hides_a_failure_and_no_swept_list_is_a_parameter_of_a_cell():
         assert not re.search(r"[|;&]", stage["cmd"]), name
         if name.startswith(("train", "sweep")):
             assert not {"taus", "lambdas", "members", "methods", "rows"} & set(stage["params"]), name
+
+
+def test_git_tracks_nothing_that_dvc_caches():
+    tracked = subprocess.run(
+        ["git", "ls-files", "results", "data"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    cached = re.compile(r"data/|results/[^/]+/(train|evaluate|sweep_\w+)/")
+    assert tracked.stdout.count("\n") > 30
+    assert not [path for path in tracked.stdout.splitlines() if cached.match(path)]
