@@ -1,12 +1,14 @@
-"""Data sets by name: uint8 arrays with a card that says where they come from, and the way from arrays to batches."""
+"""Data sets by name: arrays of images or tokens with a card that says where they come from, and the way to batches."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import inspect
 import json
 import os
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +19,33 @@ from torch import Tensor
 
 from sigmaens.corruptions import SEVERITIES, STANDARD, block_mean, corrupt_small
 
-__all__ = ["Dataset", "Split", "augment", "black", "build", "check_labels", "load", "save", "to_tensor"]
+__all__ = [
+    "Dataset",
+    "Split",
+    "assemble",
+    "augment",
+    "black",
+    "build",
+    "check_labels",
+    "load",
+    "locate",
+    "save",
+    "stratify",
+    "to_tensor",
+]
 
-_FORMAT = 1
+_FORMAT = 2
+_SPLITS, _FIELDS = ("train", "validation", "test", "rated"), ("inputs", "labels")
 
 
 @dataclass(frozen=True)
 class Split:
-    """Images (N, H, W, C) uint8 and their labels (N,) int64."""
+    """Inputs, and their labels (N,): int64 classes, or float64 ratings.
 
-    images: np.ndarray
+    Inputs are images (N, H, W, C) uint8, or token ids (N, L) int32 padded at the end.
+    """
+
+    inputs: np.ndarray
     labels: np.ndarray
 
 
@@ -36,9 +55,11 @@ class Dataset:
 
     Attributes:
         train, validation, test: disjoint splits; validation comes out of the training data, and test selects nothing.
-        ood: images (N, H, W, C) uint8 of each out-of-distribution set.
-        corrupted: the test images, in order, under each (corruption, severity).
-        card: source, licence, classes, sizes, normalisation, spec of the build and SHA-256 of the arrays; plain JSON.
+        ood: inputs of each out-of-distribution set.
+        corrupted: the test inputs, in order, under each (corruption, severity).
+        card: kind ("image" or "text"), source, licence, classes, sizes, spec of the build and SHA-256 of the arrays;
+            of images the normalisation, of text the id of padding (`pad`); plain JSON.
+        rated: inputs that people have rated, with the mean rating of each; None if there are none.
     """
 
     train: Split
@@ -47,6 +68,12 @@ class Dataset:
     ood: dict[str, np.ndarray]
     corrupted: dict[tuple[str, int], np.ndarray]
     card: dict[str, Any]
+    rated: Split | None = None
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the inputs are tokens."""
+        return self.card["kind"] == "text"
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -63,39 +90,79 @@ class Dataset:
         """Standard deviation of the training images for each channel, as a fraction of 255."""
         return tuple(self.card["normalisation"]["std"])
 
+    def tensor(self, inputs: np.ndarray) -> Tensor:
+        """Return inputs as a network takes them: images by `to_tensor`, tokens as int64 (N, L)."""
+        if self.is_text:
+            return torch.from_numpy(inputs.astype(np.int64))
+        return to_tensor(inputs, self.mean, self.std)
+
 
 def build(spec: dict[str, Any]) -> Dataset:
     """Build the data set that a `data` block of `params.yaml` describes.
 
-    The spec alone decides the result; the global random states neither matter nor change.
+    The spec alone decides the result, with the files it names; the global random states neither matter nor change.
 
     Args:
         spec: `name` and that builder's own options, all of them. For `digits` (8×8 grey, scikit-learn): `train` and
             `validation` sizes, the rest being the test split; `ood_images` for each of the two photographs;
-            `split_seed` ≥ 0 for splits, patches and corruptions.
+            `split_seed` ≥ 0 for splits, patches and corruptions. For `images` see `images.folders`, for `sst2`
+            `text.sst2`.
 
     Raises:
-        TypeError: an option that is not an integer.
+        TypeError: an option of another type than the builder's.
         ValueError: an unknown name; a missing, unknown or impossible option, by name.
+        FileNotFoundError: a file or folder that is not there, by name, with the ways to provide it.
     """
     options = dict(spec)
     name = options.pop("name", None)
     if name not in _BUILDERS:
         raise ValueError(f"unknown data set {name!r}; there are {sorted(_BUILDERS)}")
-    expected = set(inspect.signature(_BUILDERS[name]).parameters)
-    if options.keys() != expected:
+    module, function = _BUILDERS[name]
+    builder = getattr(importlib.import_module(f"sigmaens.{module}"), function)
+    expected = inspect.signature(builder).parameters
+    if options.keys() != set(expected):
         raise ValueError(
             f"options of data set {name!r} must be {sorted(expected)}: "
             f"missing {sorted(expected - options.keys())}, unknown {sorted(options.keys() - expected)}"
         )
     for option, value in options.items():
+        _check_option(option, value, expected[option].annotation)
+    dataset = builder(**options)
+    return replace(dataset, card={**dataset.card, "spec": dict(spec)})
+
+
+def _check_option(option: str, value: Any, kind: str) -> None:
+    """Compare an option with the annotation of the builder's parameter: int, str, or others, which builders check."""
+    if kind == "int | None" and value is None:
+        return
+    if kind in ("int", "int | None"):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{option} must be an integer, got {value!r}")
         least = 0 if option.endswith("seed") else 1
         if value < least:
             raise ValueError(f"{option} must be at least {least}, got {value}")
-    dataset = _BUILDERS[name](**options)
-    return replace(dataset, card={**dataset.card, "spec": dict(spec)})
+    elif kind == "str" and not (isinstance(value, str) and value):
+        raise TypeError(f"{option} must be a text that is not empty, got {value!r}")
+
+
+def locate(source: str | list[str]) -> Path:
+    """Return the file or folder of a source, below the folder that the environment variable SIGMAENS_DATA names.
+
+    Args:
+        source: Path relative to that folder, or several, of which the first that exists is taken. The inside of an
+            archive is written as its path: `cifar10.tar/cifar10/train` is there if `cifar10.tar` is.
+
+    Raises:
+        FileNotFoundError: if there is none, or the variable is not set.
+    """
+    names = [source] if isinstance(source, str) else list(source)
+    root = os.environ.get("SIGMAENS_DATA")
+    for name in names if root else ():
+        path = Path(root, name)
+        if path.exists() or any(parent.suffix == ".tar" and parent.is_file() for parent in path.parents):
+            return path
+    where = f"SIGMAENS_DATA={root} has none" if root else "the environment variable SIGMAENS_DATA is not set"
+    raise FileNotFoundError(f"no data at {' or '.join(names)}: {where}; set it to the folder that holds your data sets")
 
 
 def save(dataset: Dataset, folder: str | Path) -> None:
@@ -232,12 +299,16 @@ def _digits(train: int, validation: int, ood_images: int, split_seed: int) -> Da
 
     digits = load_digits()
     images = np.rint(digits.images * (255 / 16)).astype(np.uint8)[..., np.newaxis]
-    splits = _stratify(images, digits.target.astype(np.int64), train, validation, split_seed)
-    return _assemble(
+    sizes = {"train": train, "validation": validation}
+    splits = stratify(images, digits.target.astype(np.int64), sizes, split_seed)
+    if not len(splits[2].labels):
+        raise ValueError(f"{sizes} leave nothing of {len(images)} images for the test")
+    return assemble(
         splits,
         ood={name: _patches(name, ood_images, split_seed) for name in ("china", "flower")},
-        corrupted=_corrupt(splits[2].images, split_seed),
+        corrupted=corrupt_all(splits[2].inputs, corrupt_small, split_seed),
         card={
+            "kind": "image",
             "source": "UCI optical recognition of handwritten digits, test part, as in scikit-learn's load_digits; "
             "out of distribution: scikit-learn's photographs china.jpg and flower.jpg",
             "licence": "digits CC BY 4.0 (E. Alpaydin, C. Kaynak); photographs CC BY 2.0 (danielbuechele, vultilion)",
@@ -247,24 +318,32 @@ def _digits(train: int, validation: int, ood_images: int, split_seed: int) -> Da
     )
 
 
-_BUILDERS = {"digits": _digits}
+_BUILDERS = {"digits": ("data", "_digits"), "images": ("images", "folders"), "sst2": ("text", "sst2")}
 
 
-def _stratify(
-    images: np.ndarray, labels: np.ndarray, train: int, validation: int, seed: int
-) -> tuple[Split, Split, Split]:
-    """Split into train, validation and rest, each with the classes in the same proportions and the original order."""
+def stratify(inputs: np.ndarray, labels: np.ndarray, sizes: dict[str, int], seed: int) -> list[Split]:
+    """Split into parts of the given sizes and what is left, which may be nothing.
+
+    Every part has the classes in the same proportions, and its rows in the original order.
+
+    Raises:
+        ValueError: if a part, or what is left, has fewer rows than there are classes; the sizes are named.
+    """
     from sklearn.model_selection import train_test_split
 
-    classes, rest = len(np.unique(labels)), len(labels) - train - validation
-    if min(train, validation, rest) < classes:
-        raise ValueError(
-            f"train={train} and validation={validation} leave {rest} of {len(labels)} images for the test; "
-            f"each needs at least {classes}, one a class"
-        )
-    fit, others = train_test_split(np.arange(len(labels)), train_size=train, stratify=labels, random_state=seed)
-    select, test = train_test_split(others, train_size=validation, stratify=labels[others], random_state=seed)
-    return tuple(Split(images[index], labels[index]) for index in map(np.sort, (fit, select, test)))
+    classes, rest = len(np.unique(labels)), len(labels) - sum(sizes.values())
+    if min(*sizes.values(), rest or classes) < classes:
+        asked = " and ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(f"{asked} leave {rest} of {len(labels)}; each needs at least {classes}, one a class")
+    left, parts = np.arange(len(labels)), []
+    for size in sizes.values():
+        part = left
+        if size < len(left):
+            part, left = train_test_split(left, train_size=size, stratify=labels[left], random_state=seed)
+        else:
+            left = left[:0]
+        parts.append(part)
+    return [Split(inputs[index], labels[index]) for index in map(np.sort, (*parts, left))]
 
 
 def _patches(photograph: str, count: int, seed: int) -> np.ndarray:
@@ -279,25 +358,30 @@ def _patches(photograph: str, count: int, seed: int) -> np.ndarray:
     return block_mean(windows[rows, columns][..., np.newaxis], factor=4, channels=1)
 
 
-def _corrupt(images: np.ndarray, seed: int) -> dict[tuple[str, int], np.ndarray]:
-    """Apply the 15 standard corruptions at every severity; a terminal sees the progress."""
+def corrupt_all(
+    images: np.ndarray, function: Callable[[np.ndarray, str, int, int], np.ndarray], seed: int
+) -> dict[tuple[str, int], np.ndarray]:
+    """Apply the 15 standard corruptions at every severity by `function`; a terminal sees the progress."""
     from tqdm import tqdm
 
     cells = [(name, severity) for name in STANDARD for severity in SEVERITIES]
-    return {cell: corrupt_small(images, *cell, seed) for cell in tqdm(cells, desc="corruptions", disable=None)}
+    return {cell: function(images, *cell, seed) for cell in tqdm(cells, desc="corruptions", disable=None)}
 
 
-def _assemble(
+def assemble(
     splits: tuple[Split, Split, Split],
     ood: dict[str, np.ndarray],
     corrupted: dict[tuple[str, int], np.ndarray],
     card: dict[str, Any],
+    rated: Split | None = None,
 ) -> Dataset:
-    """Complete the card with what follows from the arrays."""
+    """Return a data set whose card is completed with what follows from the arrays: sizes, shape, checksum.
+
+    Of images, the normalisation too.
+    """
     train, validation, test = splits
     for split in splits:
         check_labels(split.labels, len(card["classes"]))
-    pixels = train.images.astype(np.float64) / 255
     card = {
         "format": _FORMAT,
         **card,
@@ -305,43 +389,42 @@ def _assemble(
             "train": len(train.labels),
             "validation": len(validation.labels),
             "test": len(test.labels),
-            **{f"ood/{name}": len(images) for name, images in ood.items()},
+            **{f"ood/{name}": len(inputs) for name, inputs in ood.items()},
+            **({"rated": len(rated.labels)} if rated else {}),
         },
-        "shape": list(train.images.shape[1:]),
-        "normalisation": {
-            "from": "train",
-            "mean": pixels.mean(axis=(0, 1, 2)).tolist(),
-            "std": pixels.std(axis=(0, 1, 2)).tolist(),
-        },
+        "shape": list(train.inputs.shape[1:]),
     }
-    dataset = Dataset(train, validation, test, ood, corrupted, card)
+    if card["kind"] == "image":
+        pixels = train.inputs.astype(np.float64) / 255
+        mean, std = pixels.mean(axis=(0, 1, 2)), pixels.std(axis=(0, 1, 2))
+        card["normalisation"] = {"from": "train", "mean": mean.tolist(), "std": std.tolist()}
+    dataset = Dataset(train, validation, test, ood, corrupted, card, rated)
     card["sha256"] = _checksum(_flatten(dataset))
     return dataset
 
 
 def _flatten(dataset: Dataset) -> dict[str, np.ndarray]:
-    """Name every array: `train/images`, `ood/china`, `corrupted/fog/3` …"""
+    """Name every array: `train/inputs`, `ood/china`, `corrupted/fog/3` …"""
+    splits = {name: getattr(dataset, name) for name in _SPLITS}
     return {
-        **{
-            f"{split}/{field}": getattr(getattr(dataset, split), field)
-            for split in ("train", "validation", "test")
-            for field in ("images", "labels")
-        },
-        **{f"ood/{name}": images for name, images in dataset.ood.items()},
-        **{f"corrupted/{name}/{severity}": images for (name, severity), images in dataset.corrupted.items()},
+        **{f"{name}/{field}": getattr(split, field) for name, split in splits.items() if split for field in _FIELDS},
+        **{f"ood/{name}": inputs for name, inputs in dataset.ood.items()},
+        **{f"corrupted/{name}/{severity}": inputs for (name, severity), inputs in dataset.corrupted.items()},
     }
 
 
 def _unflatten(arrays: dict[str, np.ndarray], card: dict[str, Any]) -> Dataset:
     ood, corrupted = {}, {}
-    for key, images in arrays.items():
+    for key, inputs in arrays.items():
         match key.split("/"):
             case ["ood", name]:
-                ood[name] = images
+                ood[name] = inputs
             case ["corrupted", name, severity]:
-                corrupted[name, int(severity)] = images
-    splits = (Split(arrays[f"{split}/images"], arrays[f"{split}/labels"]) for split in ("train", "validation", "test"))
-    return Dataset(*splits, ood, corrupted, card)
+                corrupted[name, int(severity)] = inputs
+    split = {
+        name: Split(*(arrays[f"{name}/{field}"] for field in _FIELDS)) for name in _SPLITS if f"{name}/inputs" in arrays
+    }
+    return Dataset(**split, ood=ood, corrupted=corrupted, card=card)
 
 
 def _checksum(arrays: dict[str, np.ndarray]) -> str:

@@ -158,7 +158,7 @@ def fit(
     accelerator = Accelerator(mixed_precision=recipe.precision)
     if accelerator.num_processes > 1:
         raise ValueError(f"fit trains in one process, not in {accelerator.num_processes}")
-    images = datasets.to_tensor(split.images, mean, std).to(accelerator.device)
+    images = datasets.to_tensor(split.inputs, mean, std).to(accelerator.device)
     labels = torch.from_numpy(split.labels).to(accelerator.device)
     fill = datasets.black(mean, std).to(accelerator.device)
 
@@ -257,7 +257,7 @@ def finetune(
     block = settings["finetune"]
     single = restore("single", checkpoint, dataset, settings)
     kept = SigmaEnsemble.from_pretrained(single.nets[0], settings["members"])
-    before, after = (predict(model, dataset.validation.images, dataset) for model in (single, kept))
+    before, after = (predict(model, dataset.validation.inputs, dataset) for model in (single, kept))
     exact = float(np.abs(after - before).max() / np.abs(before).max())
 
     model = _seeded(seed * SEED_STRIDE, lambda: baselines.build("finetune", lambda: single.nets[0], settings))
@@ -308,7 +308,7 @@ def _die_with_parent() -> None:
 
 
 def _backbone(dataset: datasets.Dataset, settings: dict[str, Any]) -> nn.Module:
-    channels = dataset.train.images.shape[3]
+    channels = dataset.train.inputs.shape[3]
     return backbones.build(classes=len(dataset.classes), in_channels=channels, **settings["backbone"])
 
 

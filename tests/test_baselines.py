@@ -411,7 +411,7 @@ def test_peers_learn(method):
     dataset, model = tiny(60), make(method)
     history = training.fit(model, dataset, Recipe(epochs=20, batch_size=12, lr=0.05, schedule="one_cycle"), seed=0)
     assert history[-1]["cross_entropy"] < 0.6 * history[0]["cross_entropy"]
-    logits = training.predict(model, dataset.test.images, dataset, batch_size=7)
+    logits = training.predict(model, dataset.test.inputs, dataset, batch_size=7)
     assert logits.shape == (60, 4, 3)
     assert (logits.mean(1).argmax(1) == dataset.test.labels).mean() > 0.8
 

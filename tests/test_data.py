@@ -31,7 +31,7 @@ def digits(two_corruptions):
 
 def rows(*splits):
     """Return images and labels of the splits as sorted tuples of bytes."""
-    pairs = (pair for split in splits for pair in zip(split.images, split.labels, strict=True))
+    pairs = (pair for split in splits for pair in zip(split.inputs, split.labels, strict=True))
     return sorted((image.tobytes(), int(label)) for image, label in pairs)
 
 
@@ -41,8 +41,8 @@ def test_digits_are_split_without_loss_or_overlap(digits):
     everything = data.Split(levels, source.target)
     assert [len(s.labels) for s in (digits.train, digits.validation, digits.test)] == [600, 400, 797]
     assert rows(digits.train, digits.validation, digits.test) == rows(everything)
-    assert digits.train.images.shape == (600, 8, 8, 1)
-    assert digits.train.images.max() == 255
+    assert digits.train.inputs.shape == (600, 8, 8, 1)
+    assert digits.train.inputs.max() == 255
     assert digits.classes == tuple("0123456789")
 
 
@@ -53,7 +53,7 @@ def test_every_split_has_the_classes_in_proportion(digits):
 
 
 def test_normalisation_comes_from_the_training_split_alone(digits):
-    x = data.to_tensor(digits.train.images, digits.mean, digits.std).double()
+    x = data.to_tensor(digits.train.inputs, digits.mean, digits.std).double()
     assert x.mean().item() == pytest.approx(0, abs=1e-6)
     assert x.std(correction=0).item() == pytest.approx(1, abs=1e-6)
 
@@ -74,14 +74,14 @@ def test_split_seed_moves_splits_patches_and_corruptions(digits):
     assert rows(other.train) != rows(digits.train)
     assert not np.array_equal(other.ood["china"], digits.ood["china"])
     assert other.card["sha256"] != digits.card["sha256"]
-    again = corrupt_small(other.test.images, "impulse_noise", 4, seed=1)
+    again = corrupt_small(other.test.inputs, "impulse_noise", 4, seed=1)
     np.testing.assert_array_equal(other.corrupted["impulse_noise", 4], again)
 
 
 def test_corrupted_images_are_the_test_images(digits):
     assert digits.corrupted.keys() == {(n, s) for n in ("contrast", "impulse_noise") for s in range(1, 6)}
     np.testing.assert_array_equal(
-        digits.corrupted["impulse_noise", 4], corrupt_small(digits.test.images, "impulse_noise", 4, seed=0)
+        digits.corrupted["impulse_noise", 4], corrupt_small(digits.test.inputs, "impulse_noise", 4, seed=0)
     )
 
 
@@ -108,7 +108,7 @@ def test_card_tells_the_story(digits):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"name": "digit"}, ValueError, r"'digit'.*\['digits'\]"),
+        ({"name": "digit"}, ValueError, r"'digit'.*\['digits', 'images', 'sst2'\]"),
         ({"size": 3}, ValueError, r"unknown \['size'\]"),
         ({"train": 1400}, ValueError, "leave -3 of 1797"),
         ({"train": 9}, ValueError, "train=9.*at least 10"),
@@ -135,7 +135,7 @@ def test_load_returns_what_was_saved(digits, tmp_path):
     assert (loaded.mean, loaded.std, loaded.classes) == (digits.mean, digits.std, digits.classes)
     assert rows(loaded.train) == rows(digits.train)
     assert rows(loaded.validation) == rows(digits.validation)
-    np.testing.assert_array_equal(loaded.test.images, digits.test.images)
+    np.testing.assert_array_equal(loaded.test.inputs, digits.test.inputs)
     for field in ("ood", "corrupted"):
         assert getattr(loaded, field).keys() == getattr(digits, field).keys()
         for key, images in getattr(digits, field).items():
@@ -175,7 +175,7 @@ def damage(folder, how):
         content[5000] ^= 255
         archive.write_bytes(content)
     elif how == "other arrays":
-        np.savez(archive, **{"train/images": np.zeros(3)})
+        np.savez(archive, **{"train/inputs": np.zeros(3)})
     elif how == "one array":
         with archive.open("wb") as stream:
             np.save(stream, np.zeros(3))
@@ -189,7 +189,7 @@ def damage(folder, how):
     elif how == "other JSON":
         card.write_text("[1]")
     elif how == "other format":
-        card.write_text(json.dumps({**json.loads(card.read_text()), "format": 2}))
+        card.write_text(json.dumps({**json.loads(card.read_text()), "format": 1}))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def damage(folder, how):
         ("zip", r"arrays\.npz is damaged"),
         ("no JSON", r"card\.json is not the card"),
         ("other JSON", r"card\.json is not the card"),
-        ("other format", "format 2; this version reads 1"),
+        ("other format", "format 1; this version reads 2"),
     ],
 )
 def test_damaged_and_foreign_files_are_refused(digits, tmp_path, how, message):

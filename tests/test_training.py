@@ -48,6 +48,7 @@ def tiny(images=25, classes=3):
     pixels = rng.integers(0, 100, (images, 8, 8, 1)) + 70 * labels[:, None, None, None]
     split = data.Split(pixels.astype(np.uint8), labels.astype(np.int64))
     card = {
+        "kind": "image",
         "classes": [str(k) for k in range(classes)],
         "normalisation": {"mean": [0.5], "std": [0.25]},
         "sha256": f"{images} images",
@@ -165,7 +166,7 @@ def test_one_plain_epoch_is_the_textbook_loop():
     recipe = Recipe(epochs=1, batch_size=8, lr=0.05, weight_decay=0.01, schedule="constant", gamma_multiplier=10)
     dataset, model, twin = tiny(), fresh(), fresh()
     history = training.fit(model, dataset, recipe, seed=3, penalty=Penalty())
-    x = data.to_tensor(dataset.train.images, dataset.mean, dataset.std)
+    x = data.to_tensor(dataset.train.inputs, dataset.mean, dataset.std)
     y = torch.from_numpy(dataset.train.labels)
     gammas = [p for name, p in twin.named_parameters() if name.endswith("gamma")]
     others = [p for name, p in twin.named_parameters() if not name.endswith("gamma")]
@@ -198,7 +199,7 @@ def test_training_learns_and_the_history_keeps_the_losses_apart():
     assert history[-1]["cross_entropy"] < 0.5 * history[0]["cross_entropy"]
     features = sum(gates.shape[1] for gates in model.regularized_gates().values())
     assert all(-10 * features < row["penalty"] / 1e-3 < -2 * np.log(2) * features for row in history)
-    logits = training.predict(model, dataset.test.images, dataset, batch_size=7)
+    logits = training.predict(model, dataset.test.inputs, dataset, batch_size=7)
     assert logits.dtype == np.float32
     assert logits.shape == (60, 2, 3)
     assert (logits.mean(1).argmax(1) == dataset.test.labels).mean() > 0.8
@@ -251,7 +252,7 @@ def test_the_callers_settings_and_random_states_are_kept(broken):
         try:
             model = fresh()
             training.fit(model, tiny(), Recipe(epochs=1, batch_size=8), seed=0, penalty=penalty)
-            training.predict(model, tiny().test.images, tiny())
+            training.predict(model, tiny().test.inputs, tiny())
         except Killed:
             assert broken
         assert random.getstate() == before[0]
@@ -280,7 +281,7 @@ def test_denormals_are_flushed_in_training_and_prediction():
 
     model = Watch()
     training.fit(model, tiny(), Recipe(epochs=1, batch_size=25), seed=0)
-    training.predict(model, tiny().test.images, tiny())
+    training.predict(model, tiny().test.inputs, tiny())
     assert seen == [0.0, 0.0]
 
 
@@ -315,7 +316,7 @@ def test_bfloat16_is_used_in_training_and_leaves_a_float32_model():
     for precision in ("no", "bf16", "no"):
         recipe = Recipe(epochs=1, batch_size=25, precision=precision)
         history = training.fit(model, tiny(), recipe, seed=0)
-        training.predict(model, tiny().test.images, tiny())
+        training.predict(model, tiny().test.inputs, tiny())
         assert np.isfinite(history[0]["cross_entropy"])
     assert dtypes == [torch.float32] * 2 + [torch.bfloat16] + [torch.float32] * 3
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -452,16 +453,16 @@ def test_single_is_the_first_member_of_deep_ensembles(tmp_path):
 def test_predictions_do_not_depend_on_the_batch():
     dataset = tiny()
     model, _ = training.train("sigma", dataset, settings(), seed=0)
-    one, all_at_once = (training.predict(model, dataset.test.images, dataset, batch_size=b) for b in (1, 25))
+    one, all_at_once = (training.predict(model, dataset.test.inputs, dataset, batch_size=b) for b in (1, 25))
     np.testing.assert_allclose(one, all_at_once, rtol=1e-4, atol=1e-5)
 
 
 def test_members_of_deep_ensembles_predict_as_alone():
     dataset = tiny()
     ensemble, _ = training.train("deep_ensembles", dataset, settings(), seed=0)
-    logits = training.predict(ensemble, dataset.test.images, dataset)
+    logits = training.predict(ensemble, dataset.test.inputs, dataset)
     for m, net in enumerate(ensemble.nets):
-        assert_close(training.predict(baselines.DeepEnsemble([net]), dataset.test.images, dataset)[:, 0], logits[:, m])
+        assert_close(training.predict(baselines.DeepEnsemble([net]), dataset.test.inputs, dataset)[:, 0], logits[:, m])
 
 
 def test_an_ensemble_is_trained_with_its_penalty():
@@ -488,7 +489,7 @@ def test_fine_tuning_starts_from_the_single_checkpoint(tmp_path, monkeypatch):
             for net in (single.nets[0], model.backbone)
         ]
         for net in (single, model):
-            training.predict(net, dataset.test.images, dataset)
+            training.predict(net, dataset.test.inputs, dataset)
         for handle in handles:
             handle.remove()
         started["features"] = features
@@ -514,7 +515,7 @@ def test_a_checkpoint_is_restored(tmp_path, method):
     model = fresh(method)
     save(model, tmp_path / "model.safetensors")
     restored = training.restore(method, tmp_path / "model.safetensors", dataset, SETTINGS)
-    logits = [training.predict(net, dataset.test.images, dataset) for net in (model, restored)]
+    logits = [training.predict(net, dataset.test.inputs, dataset) for net in (model, restored)]
     np.testing.assert_array_equal(*logits)
 
 
