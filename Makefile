@@ -55,7 +55,7 @@ test: env
 
 check: env
 	$(RUN) python -m sigmaens.check
-	git ls-files -z 'results/*.ipynb' | $(RUN) xargs -0 python -m pytest -p sigmaens.check --nbval-lax
+	$(RUN) python -m sigmaens.check --notebooks | $(RUN) xargs -d '\n' python -m pytest -p sigmaens.check --nbval-lax
 
 lint: env
 	$(RUN) ruff check

@@ -1,6 +1,7 @@
 """Compare fresh numbers with committed ones, within the tolerances that `params.yaml` states.
 
     python -m sigmaens.check [profile …]                       # metrics.json in the working tree against HEAD
+    python -m sigmaens.check --notebooks [profile …]           # names of their executed notebooks, to be run again:
     pytest -p sigmaens.check --nbval-lax results/digits        # executed notebooks against a new run
 
 `params.yaml` holds absolute tolerances by name, `default` among them: `tolerances: {default: 1e-6, ece: 1e-3}`.
@@ -115,15 +116,23 @@ def show(metrics: Mapping[str, Any]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Compare `metrics.json` files with their committed versions and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m sigmaens.check", description="Compare results with HEAD.")
-    parser.add_argument("profiles", nargs="*", metavar="profile", help="default: all profiles of params.yaml")
-    wanted = parser.parse_args(argv).profiles
+    parser.add_argument(
+        "profiles", nargs="*", metavar="profile", help="default: all profiles that are on in params.yaml"
+    )
+    parser.add_argument("--notebooks", action="store_true", help="print the executed notebooks that are committed")
+    options = parser.parse_args(argv)
+    wanted = options.profiles
     try:
-        profiles, tolerances = _param("profiles"), _param("tolerances")
+        profiles, tolerances = _param("profiles")["all"], _param("tolerances")
         unknown = sorted(set(wanted) - set(profiles))
         if unknown:
             raise ValueError(f"no profile {', '.join(unknown)} in params.yaml; there are {', '.join(profiles)}")
         # The notebook on the method belongs to no profile.
-        reports = [_check_folder(name, tolerances) for name in wanted or ["method", *profiles]]
+        folders = wanted or ["method", *profiles]
+        if options.notebooks:
+            print("\n".join(name for folder in folders for name in _committed(folder) if name.endswith(".ipynb")))
+            return 0
+        reports = [_check_folder(folder, tolerances) for folder in folders]
     except (OSError, TypeError, ValueError) as error:
         print(f"sigmaens.check: {error}", file=sys.stderr)
         return 2
@@ -139,8 +148,7 @@ def _param(name: str) -> Any:
 
 def _check_folder(folder: str, tolerances: Mapping[str, float]) -> int:
     """Report on one folder of results; return 1 if a committed value is not met, or if there is none."""
-    committed = _git("ls-tree", "-r", "-z", "--name-only", "HEAD", f"results/{folder}/").split("\0")
-    names = [name for name in committed if name.endswith("/metrics.json")]
+    names = [name for name in _committed(folder) if name.endswith("/metrics.json")]
     lines, values = [], 0
     for name in names:
         reference = _read(name, _git("show", f"HEAD:./{name}"))
@@ -155,6 +163,10 @@ def _check_folder(folder: str, tolerances: Mapping[str, float]) -> int:
     outcome = f"{len(lines)} disagreements" if lines else "all within tolerance"
     print("\n".join([*lines, f"{folder}: {len(names)} files, {values} values, {outcome}"]))
     return int(bool(lines))
+
+
+def _committed(folder: str) -> list[str]:
+    return _git("ls-tree", "-r", "-z", "--name-only", "HEAD", f"results/{folder}/").split("\0")
 
 
 def _read(name: str, text: str) -> dict[str, Any]:

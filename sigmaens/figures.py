@@ -39,6 +39,7 @@ _METHODS = {
     "film_ensemble": ("FiLM-Ensemble", 8, ">"),
     "packed_ensembles": ("Packed-Ensembles", 1, "h"),
     "packed_ensembles_gamma2": ("Packed-Ensembles γ=2", 1, "p"),
+    "lora_ensemble": ("LoRA-Ensemble", 6, ">"),
     "sigma": ("σN-Ens", 3, "o"),
     "finetune": ("σN-Ens FineTune", 2, "v"),
 }

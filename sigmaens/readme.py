@@ -1,16 +1,18 @@
 """Keep the README's numbers those of the results: `python -m sigmaens.readme` fills each block from the file it names.
 
-A block is what stands between `<!-- begin results/… -->` and `<!-- end -->`, and is replaced by that file's text.
+A block is what stands between `<!-- begin results/… -->` and `<!-- end -->`, and is replaced by that file's text. The
+block `verdicts` sets the verdicts of all profiles that have any side by side.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 
 from sigmaens import paths
 
-__all__ = ["fill", "main"]
+__all__ = ["fill", "main", "verdicts"]
 
 BLOCK = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -23,10 +25,29 @@ def fill(text: str) -> str:
     """
 
     def replace(block: re.Match[str]) -> str:
-        content = (paths.root() / block[2]).read_text(encoding="utf-8")
+        named = block[2] != "verdicts"
+        content = (paths.root() / block[2]).read_text(encoding="utf-8") if named else verdicts()
         return f"{block[1]}{content.rstrip()}\n{block[3]}"
 
     return BLOCK.sub(replace, text)
+
+
+def verdicts() -> str:
+    """Return a table of the verdict of every claim on every profile, profiles in the order of their settings."""
+    files = {profile: paths.results(profile, "claims") / "metrics.json" for profile in paths.load_params()["settings"]}
+    claims = {
+        profile: json.loads(file.read_text(encoding="utf-8")) for profile, file in files.items() if file.is_file()
+    }
+
+    def cell(claim: dict[str, object]) -> str:
+        word = claim["strength"] or str(claim["verdict"]).removesuffix(" at this scale")
+        return f"{word}, n = {claim['n']}" if claim["n"] else word
+
+    lines = [["claim", *(f"[{profile}](results/{profile}/claims/14_claims.ipynb)" for profile in claims)]]
+    lines.append(["---"] * len(lines[0]))
+    for number in sorted({number for table in claims.values() for number in table}, key=int):
+        lines.append([number, *(cell(table[number]) for table in claims.values())])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> int:

@@ -29,7 +29,18 @@ from . import data as datasets
 from .ensemble import SigmaEnsemble, load, parameter_groups
 from .losses import diversity_loss, member_cross_entropy
 
-__all__ = ["Recipe", "finetune", "fit", "forget", "predict", "restore", "side_by_side", "train"]
+__all__ = [
+    "Recipe",
+    "backbone",
+    "conversion_error",
+    "finetune",
+    "fit",
+    "forget",
+    "predict",
+    "restore",
+    "side_by_side",
+    "train",
+]
 
 SEED_STRIDE = 1000  # member m of seed s starts from s · 1000 + m
 
@@ -40,13 +51,13 @@ class Recipe:
 
     Attributes:
         epochs: Passes over the training split.
-        batch_size: Images a step; a last batch of one image joins the one before it.
+        batch_size: Images or sentences a step; a last batch of one joins the one before it.
         optimizer: "sgd" or "adam".
         lr: Peak learning rate; the scale logits' is `gamma_multiplier` times that, without weight decay.
         momentum, nesterov: Of SGD.
         weight_decay: On everything but the scale logits and the vectors of BatchEnsemble.
         schedule: "constant", "step" (× `factor` after each epoch in `milestones`), "cosine" or "one_cycle".
-        crop: Padding of the random crop, pixels. flip: Mirror at random.
+        crop: Padding of the random crop, pixels. flip: Mirror at random. Of images alone.
         precision: "no", "bf16" or "fp16", as accelerate names them.
     """
 
@@ -149,18 +160,19 @@ def fit(
     from accelerate.state import AcceleratorState
     from accelerate.utils import set_seed
 
-    split, mean, std = dataset.train, dataset.mean, dataset.std
+    split = dataset.train
     datasets.check_labels(split.labels, len(dataset.classes))
     if len(split.labels) < 2:
-        raise ValueError(f"cannot train on {len(split.labels)} images")
+        raise ValueError(f"cannot train on {len(split.labels)} {'sentences' if dataset.is_text else 'images'}")
     # accelerate keeps one state a process, and with it the precision of the first call.
     AcceleratorState._reset_state()
     accelerator = Accelerator(mixed_precision=recipe.precision)
     if accelerator.num_processes > 1:
         raise ValueError(f"fit trains in one process, not in {accelerator.num_processes}")
-    images = datasets.to_tensor(split.inputs, mean, std).to(accelerator.device)
+    inputs = dataset.tensor(split.inputs).to(accelerator.device)
     labels = torch.from_numpy(split.labels).to(accelerator.device)
-    fill = datasets.black(mean, std).to(accelerator.device)
+    fill = None if dataset.is_text else datasets.black(dataset.mean, dataset.std).to(accelerator.device)
+    lengths = _lengths(dataset, split.inputs) if dataset.is_text else None
 
     model.to(memory_format=torch.channels_last)
     optimizer = _optimizer(model, recipe)
@@ -177,8 +189,10 @@ def fit(
             draw = torch.Generator().manual_seed(torch.initial_seed())
             lr = optimizer.param_groups[0]["lr"]
             losses = []
-            for batch in torch.randperm(len(labels), generator=draw).split(sizes):
-                x = datasets.augment(images[batch], recipe.crop, recipe.flip, draw, fill)
+            for batch in _batches(sizes, draw, lengths):
+                x = inputs[batch]
+                if fill is not None:
+                    x = datasets.augment(x, recipe.crop, recipe.flip, draw, fill)
                 optimizer.zero_grad()
                 with accelerator.autocast():
                     cross_entropy = member_cross_entropy(prepared(x), labels[batch])
@@ -215,13 +229,14 @@ def train(
     Args:
         method: One of `baselines.METHODS` but `finetune`, which starts from a checkpoint.
         dataset: The data of the profile.
-        settings: The settings of the profile.
+        settings: The settings of the profile; `peers[method]["train"]` replaces some of `train` for a method.
         seed: Number of the repetition.
         state: Folder for the training state, removed by the caller once the results are safe.
     """
     if method == "finetune":
         raise ValueError("method 'finetune' starts from a checkpoint: call finetune")
-    recipe = Recipe.parse(settings["train"])
+    own = settings.get("peers", {}).get(method, {}).get("train", {})
+    recipe = Recipe.parse({**settings["train"], **own})
     model = _seeded(seed * SEED_STRIDE, lambda: baselines.build(method, lambda: _backbone(dataset, settings), settings))
     if not isinstance(model, baselines.DeepEnsemble):
         history = fit(
@@ -256,9 +271,7 @@ def finetune(
     """
     block = settings["finetune"]
     single = restore("single", checkpoint, dataset, settings)
-    kept = SigmaEnsemble.from_pretrained(single.nets[0], settings["members"])
-    before, after = (predict(model, dataset.validation.inputs, dataset) for model in (single, kept))
-    exact = float(np.abs(after - before).max() / np.abs(before).max())
+    exact = conversion_error(single.nets[0], dataset, settings["members"])
 
     model = _seeded(seed * SEED_STRIDE, lambda: baselines.build("finetune", lambda: single.nets[0], settings))
     history = fit(
@@ -272,20 +285,43 @@ def finetune(
     return model, history, exact
 
 
+def conversion_error(net: nn.Module, dataset: datasets.Dataset, members: int) -> float:
+    """Return how exact a conversion is that keeps the head.
+
+    It is the largest difference between the members' outputs and the network's on the validation inputs, relative
+    to the largest output.
+    """
+    kept = SigmaEnsemble.from_pretrained(net, members)
+    single = baselines.DeepEnsemble([net])
+    before, after = (predict(model, dataset.validation.inputs, dataset) for model in (single, kept))
+    return float(np.abs(after - before).max() / np.abs(before).max())
+
+
 def restore(method: str, checkpoint: Path, dataset: datasets.Dataset, settings: dict[str, Any]) -> nn.Module:
     """Return the trained module of a method from its checkpoint."""
     return load(baselines.build(method, lambda: _backbone(dataset, settings), settings), checkpoint)
 
 
 @torch.inference_mode()
-def predict(model: nn.Module, images: np.ndarray, dataset: datasets.Dataset, batch_size: int = 500) -> np.ndarray:
-    """Return member logits, float32 (N, M, K), of images (N, H, W, C) uint8, in evaluation mode."""
+def predict(
+    model: nn.Module, inputs: np.ndarray, dataset: datasets.Dataset, batch_size: int | None = None
+) -> np.ndarray:
+    """Return member logits, float32 (N, M, K), in evaluation mode.
+
+    Args:
+        model: Module from the data set's inputs to member logits.
+        inputs: Images (N, H, W, C) uint8, or token ids (N, L) int32, which run by length, so that little is padding.
+        dataset: Where the normalisation, or the id of padding, comes from.
+        batch_size: Rows at once; None takes 500 images or 50 sentences.
+    """
     device = next(model.parameters()).device
     model.eval()
-    x = datasets.to_tensor(images, dataset.mean, dataset.std)
+    x = dataset.tensor(inputs)
+    order = _lengths(dataset, inputs).argsort(stable=True) if dataset.is_text else torch.arange(len(x))
+    parts = order.split(batch_size or (50 if dataset.is_text else 500))
     with _deterministic():
-        logits = [model(part.to(device)).float().cpu() for part in x.split(batch_size)]
-    return torch.cat(logits).contiguous().numpy()
+        logits = [model(x[part].to(device)).float().cpu() for part in parts]
+    return torch.cat(logits)[order.argsort()].contiguous().numpy()
 
 
 def side_by_side(function: Callable[[int], Any], seeds: Sequence[int]) -> dict[int, Any]:
@@ -307,8 +343,13 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
+def backbone(dataset: datasets.Dataset, settings: dict[str, Any], seed: int) -> nn.Module:
+    """Return the backbone of a profile as it is before training, the first one of a seed."""
+    return _seeded(seed * SEED_STRIDE, lambda: _backbone(dataset, settings))
+
+
 def _backbone(dataset: datasets.Dataset, settings: dict[str, Any]) -> nn.Module:
-    channels = dataset.train.inputs.shape[3]
+    channels = None if dataset.is_text else dataset.train.inputs.shape[3]
     return backbones.build(classes=len(dataset.classes), in_channels=channels, **settings["backbone"])
 
 
@@ -369,12 +410,33 @@ def _scheduler(
     return schedulers.MultiStepLR(optimizer, milestones, recipe.factor)
 
 
-def _batch_sizes(images: int, batch_size: int) -> list[int]:
-    """Sizes of an epoch's batches; BatchNorm cannot train on one image, so a last one joins its neighbour."""
-    sizes = [min(batch_size, images - start) for start in range(0, images, batch_size)]
+def _batch_sizes(rows: int, batch_size: int) -> list[int]:
+    """Sizes of an epoch's batches; BatchNorm cannot train on one row, so a last one joins its neighbour."""
+    sizes = [min(batch_size, rows - start) for start in range(0, rows, batch_size)]
     if sizes[-1] == 1:
         sizes[-2:] = [sum(sizes[-2:])]
     return sizes
+
+
+def _batches(sizes: list[int], draw: torch.Generator, lengths: Tensor | None) -> Sequence[Tensor]:
+    """Draw the batches of an epoch, each of row numbers.
+
+    Sentences are drawn for 16 batches at a time, which get them by length and are then shuffled: a batch is cut to
+    its longest sentence, so that this halves the arithmetic, and every epoch still mixes anew.
+    """
+    order = torch.randperm(sum(sizes), generator=draw)
+    batches = order.split(sizes)
+    if lengths is None:
+        return batches
+    mixed = []
+    for start in range(0, len(sizes), 16):
+        rows = torch.cat(batches[start : start + 16])
+        mixed += rows[lengths[rows].argsort(stable=True)].split(sizes[start : start + 16])
+    return [mixed[i] for i in torch.randperm(len(mixed), generator=draw)]
+
+
+def _lengths(dataset: datasets.Dataset, inputs: np.ndarray) -> Tensor:
+    return torch.from_numpy((inputs != dataset.card["pad"]).sum(axis=1))
 
 
 def _identity(model: nn.Module, dataset: datasets.Dataset, recipe: Recipe, seed: int, penalty: Any) -> str:

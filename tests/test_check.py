@@ -107,7 +107,7 @@ def project(tmp_path, monkeypatch):
     write_json(root / "results/digits/claims/metrics.json", {"rho": -0.9})
     write_json(root / "results/digits/claims/other.json", {"rho": 0})
     write_json(root / "results/method/metrics.json", {"owners": 1.5})
-    (root / "params.yaml").write_text(f"profiles: [digits]\ntolerances: {json.dumps(TOLERANCES)}\n")
+    (root / "params.yaml").write_text(f"profiles: {{all: [digits]}}\ntolerances: {json.dumps(TOLERANCES)}\n")
     for key, value in {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}.items():
         monkeypatch.setenv(key, value)
     git(root.parent, "init", "-q")
@@ -162,7 +162,7 @@ def test_results_that_changed_fail(project, capsys, metrics, message):
 
 
 def test_nothing_to_compare_is_a_failure(project, capsys):
-    (project / "params.yaml").write_text("profiles: [digits, fashion]\ntolerances: {default: 0}\n")
+    (project / "params.yaml").write_text("profiles: {all: [digits, fashion]}\ntolerances: {default: 0}\n")
     write_json(project / "results/fashion/claims/metrics.json", {"rho": 1})
     assert check.main([]) == 1
     assert "results/fashion: no metrics.json with values is committed" in capsys.readouterr().out
@@ -174,10 +174,10 @@ def test_a_call_that_cannot_be_made_says_why(project, capsys):
     (project / "results/digits/claims/metrics.json").write_text("{")
     assert check.main([]) == 2
     assert "results/digits/claims/metrics.json is not JSON" in capsys.readouterr().err
-    (project / "params.yaml").write_text("profiles: [digits]\n")
+    (project / "params.yaml").write_text("profiles: {all: [digits]}\n")
     assert check.main([]) == 2
     assert "params.yaml has no 'tolerances'" in capsys.readouterr().err
-    (project / "params.yaml").write_text("profiles: [digits]\ntolerances: {default: 0}\n")
+    (project / "params.yaml").write_text("profiles: {all: [digits]}\ntolerances: {default: 0}\n")
     (project.parent / ".git").rename(project / "git")
     assert check.main([]) == 2
     assert "git ls-tree failed" in capsys.readouterr().err

@@ -12,6 +12,8 @@ from sigmaens import paths
 
 ROOT = paths.root()
 STAGES = paths.parse_yaml((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
+PARAMS = paths.parse_yaml((ROOT / "params.yaml").read_text(encoding="utf-8"))
+FAMILIES = ("image", "text", "vision")
 WITH_NOTEBOOK = {name: stage for name, stage in STAGES.items() if name != "clean"}
 # What a training notebook only shows with: a change there needs no new training.
 SHOWN = {"figures", "metrics", "uncertainty", "analysis"}
@@ -52,7 +54,8 @@ def test_every_module_that_decides_a_result_is_a_dependency(name):
         needed |= TRAINING
         needed -= SHOWN if source[:2] != "04" else {"losses"}
     if "01_data" in source:
-        needed = {"data", "corruptions"}
+        needed = {"data", "corruptions", "images", "text"}
+    needed -= {"text"} if "01_data" not in source else set()  # whose one use there is to show sentences
     if "training" in needed and source[:2] not in ("02", "03", "04"):
         needed |= {"layers", "ensemble", "backbones", "baselines", "peers"}
     assert needed - modules(stage) == set()
@@ -65,17 +68,18 @@ def test_stage_notebook_and_folder_bear_one_name(name):
     assert (ROOT / "notebooks" / f"{source}.ipynb").is_file()
     (out,) = (next(iter(out)) if isinstance(out, dict) else out for out in stage["outs"])
     assert f"--output {out}/{source}.ipynb" in " ".join(stage["cmd"].split())
-    if not name.startswith(("sweep_", "finetune")):
-        assert source[3:] == name
-    if name != "finetune":
-        assert re.search(rf"/{name}(/|$)", "/" + out) or name == "data"
+    plain = re.sub(r"_(text|vision)$", "", name)
+    if not plain.startswith(("sweep_", "finetune")):
+        assert source[3:] == plain
+    if plain != "finetune":
+        assert re.search(rf"/{plain}(/|$)", "/" + out) or plain == "data"
 
 
 @pytest.mark.parametrize("name", WITH_NOTEBOOK)
 def test_only_what_people_read_is_kept_in_git(name):
     (out,) = WITH_NOTEBOOK[name]["outs"]
     cached = isinstance(out, str)
-    assert cached == (name in ("data", "train", "finetune", "evaluate") or name.startswith("sweep_"))
+    assert cached == name.startswith(("data", "train", "finetune", "evaluate", "sweep_"))
     assert cached or next(iter(out.values())) == {"cache": False}
 
 
@@ -83,7 +87,46 @@ def test_no_pipe_hides_a_failure_and_no_swept_list_is_a_parameter_of_a_cell():
     for name, stage in STAGES.items():
         assert not re.search(r"[|;&]", stage["cmd"]), name
         if name.startswith(("train", "sweep")):
-            assert not {"taus", "lambdas", "members", "methods", "rows"} & set(stage["params"]), name
+            listed = {param.rsplit(".", 1)[-1] for param in stage["params"]}
+            assert not {"taus", "lambdas", "sizes", "methods", "rows"} & listed, name
+            assert "settings.${item.profile}" not in stage["params"], name
+
+
+def test_every_profile_has_settings_and_one_family():
+    on = PARAMS["profiles"]
+    assert sorted(on["all"]) == sorted(profile for family in FAMILIES for profile in on[family])
+    assert set(on["all"]) | set(on["finetune"]) <= PARAMS["settings"].keys()
+    assert set(on["finetune"]) <= set(on["vision"])
+    for profile, settings in PARAMS["settings"].items():
+        lists = [family for family in FAMILIES if PARAMS[family]["methods"] == settings["methods"]]
+        assert len(lists) == 1, profile
+        assert len(settings["seeds"]) >= 2
+
+
+def test_every_stage_of_a_family_is_listed_for_its_profiles_only():
+    for name, stage in STAGES.items():
+        if name in ("clean", "method"):
+            continue
+        family = name.rsplit("_", 1)[-1] if name.endswith(("_text", "_vision")) else None
+        profiles = stage["matrix"]["profile"].removeprefix("${profiles.").removesuffix("}")
+        assert profiles == (family or profiles)
+        assert profiles in ("all", "image", "text", "vision", "finetune")
+        lists = [value for key, value in stage["matrix"].items() if key != "profile"]
+        assert all(value.startswith(f"${{{profiles}.") for value in lists), name
+
+
+def test_light_stages_know_every_list_they_read():
+    """A notebook that reads `settings["taus"]` depends on that list, or on all settings."""
+    for name, stage in WITH_NOTEBOOK.items():
+        code = (ROOT / "notebooks" / notebook(stage)).read_text(encoding="utf-8").replace('\\"', '"')
+        params = stage.get("params", [])
+        if "settings.${item.profile}" in params or name == "data":
+            continue
+        read = set(re.findall(r'settings\["(\w+)"\]', code)) - (
+            {"taus", "methods", "rows"} if "train" in name else set()
+        )
+        known = {param.removeprefix("settings.${item.profile}.").split(".")[0] for param in params}
+        assert read <= known, (name, read - known)
 
 
 def test_git_tracks_nothing_that_dvc_caches():
