@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .ensemble import SigmaEnsemble
-from .peers import MIMO, BatchEnsemble, FiLMEnsemble, Masksembles, MCDropout, PackedEnsemble
+from .ensemble import SigmaEnsemble, folded
+from .peers import MIMO, BatchEnsemble, FiLMEnsemble, LoRAEnsemble, Masksembles, MCDropout, PackedEnsemble
 
 __all__ = ["METHODS", "PEERS", "DeepEnsemble", "build"]
 
@@ -21,6 +21,7 @@ PEERS = {
     "film_ensemble": FiLMEnsemble,
     "packed_ensembles": PackedEnsemble,
     "packed_ensembles_gamma2": PackedEnsemble,
+    "lora_ensemble": LoRAEnsemble,
 }
 METHODS = ("single", "deep_ensembles", "sigma", "finetune", *PEERS)
 
@@ -35,9 +36,9 @@ class DeepEnsemble(nn.Module):
         super().__init__()
         self.nets = nn.ModuleList(nets)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the members' logits, shape (B, M, K)."""
-        return torch.stack([net(x) for net in self.nets], dim=1)
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the members' logits, shape (B, M, K), for arguments as `SigmaEnsemble.forward` takes them."""
+        return torch.cat([folded(net, 1, args, kwargs) for net in self.nets], dim=1)
 
 
 def build(method: str, backbone: Callable[[], nn.Module], settings: dict[str, Any]) -> nn.Module:
@@ -47,6 +48,8 @@ def build(method: str, backbone: Callable[[], nn.Module], settings: dict[str, An
         method: One of `METHODS`.
         backbone: Makes a network: a freshly initialised one, or for `finetune` the trained one to convert.
         settings: A profile's settings: `members`, `head`, `sigma`, and the options of `peers` by method, where given.
+            With `pretrained: true` in `sigma`, the network of method `sigma` is trained and is converted too. The
+            options' `train`, a method's own recipe, is for others to read.
 
     Raises:
         ValueError: if there is no such method, or it has no such setting.
@@ -56,15 +59,18 @@ def build(method: str, backbone: Callable[[], nn.Module], settings: dict[str, An
     if method == "deep_ensembles":
         return DeepEnsemble(backbone() for _ in range(settings["members"]))
     if method in ("sigma", "finetune"):
-        make = SigmaEnsemble if method == "sigma" else SigmaEnsemble.from_pretrained
-        return make(backbone(), settings["members"], head=settings["head"], regularize=settings["sigma"]["regularize"])
+        sigma = settings["sigma"]
+        pretrained = method == "finetune" or sigma.get("pretrained", False)
+        make = SigmaEnsemble.from_pretrained if pretrained else SigmaEnsemble
+        return make(backbone(), settings["members"], head=settings["head"], regularize=sigma["regularize"])
     if method not in PEERS:
         raise ValueError(f"no method {method!r}; there are {METHODS}")
     peer, options = PEERS[method], dict(settings.get("peers", {}).get(method, {}))
+    options.pop("train", None)
     known = [name for name in peer.__init__.__kwdefaults__ or {}]
     unknown = sorted(options.keys() - set(known))
     if unknown:
         raise ValueError(f"settings of {method!r}: unknown {unknown}, known {known}")
-    if peer in (MIMO, PackedEnsemble):
+    if peer in (MIMO, PackedEnsemble, LoRAEnsemble):
         options["head"] = settings["head"]
     return peer(backbone(), settings["members"], **options)

@@ -7,7 +7,7 @@ import copy
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -143,22 +143,7 @@ class SigmaEnsemble(nn.Module):
         Inside the backbone the batch must stay the first dimension. A norm that sees it elsewhere, as in
         sequence-first transformers, is refused by name; only a sequence exactly M·B long cannot be told from a batch.
         """
-        if len(args) == 1 and isinstance(args[0], Mapping):
-            args, kwargs = (), {**args[0], **kwargs}
-        batch = _batch_size((args, kwargs))
-        if not batch:
-            raise ValueError("no tensor with rows in a batch dimension among the arguments")
-        args, kwargs = _fold((args, kwargs), batch, self.members)
-        for layer in self._layers().values():
-            layer.rows = self.members * batch
-        try:
-            with _no_fast_path():
-                output = self.backbone(*args, **kwargs)
-        finally:
-            for layer in self._layers().values():
-                layer.rows = None
-        logits = _logits(output, rows=self.members * batch)
-        return logits.unflatten(0, (self.members, batch)).transpose(0, 1)
+        return folded(self.backbone, self.members, args, kwargs, self._layers().values())
 
     @torch.no_grad()
     def predict_proba(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -322,6 +307,44 @@ def _describe(model: nn.Module) -> dict[str, Any]:
     return about
 
 
+def folded(
+    backbone: nn.Module,
+    members: int,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    layers: Collection[nn.Module] = (),
+) -> Tensor:
+    """Run a backbone on arguments repeated for the members, member slowest, and return the logits, (B, M, K).
+
+    What is repeated and what is taken as the logits: see `SigmaEnsemble.forward`. One member gets the arguments as
+    they are.
+
+    Args:
+        backbone: Network whose batch is the first dimension, M·B rows here.
+        members: Number of members M.
+        args, kwargs: Arguments of the call, with B rows.
+        layers: Layers that need to know the number of rows; each finds it in its attribute `rows` during the call.
+
+    Raises:
+        ValueError: if no argument has rows, or the backbone does not return a row for each that it is given.
+    """
+    if len(args) == 1 and isinstance(args[0], Mapping):
+        args, kwargs = (), {**args[0], **kwargs}
+    batch = _batch_size((args, kwargs))
+    if not batch:
+        raise ValueError("no tensor with rows in a batch dimension among the arguments")
+    args, kwargs = _fold((args, kwargs), batch, members)
+    for layer in layers:
+        layer.rows = members * batch
+    try:
+        with _no_fast_path():
+            output = backbone(*args, **kwargs)
+    finally:
+        for layer in layers:
+            layer.rows = None
+    return _logits(output, rows=members * batch).unflatten(0, (members, batch)).transpose(0, 1)
+
+
 def matching(names: Iterable[str], patterns: str | Iterable[str]) -> tuple[str, ...]:
     """Return the names that match an `fnmatch` pattern, or one of several.
 
@@ -359,7 +382,8 @@ def _batch_size(item: Any) -> int | None:
 
 def _fold(item: Any, batch: int, members: int) -> Any:
     if isinstance(item, Tensor):
-        return item.repeat(members, *[1] * (item.dim() - 1)) if item.dim() and item.shape[0] == batch else item
+        repeats = members > 1 and item.dim() > 0 and item.shape[0] == batch
+        return item.repeat(members, *[1] * (item.dim() - 1)) if repeats else item
     if isinstance(item, Mapping):
         return {key: _fold(value, batch, members) for key, value in item.items()}
     if isinstance(item, (list, tuple)):

@@ -2,7 +2,9 @@
 
 From TorchUncertainty 0.13 come the layers of BatchEnsemble and the head of Packed-Ensembles. The rest is written here,
 since there the grouped convolutions lower γ silently, masks come from an unseeded generator and in float64, dropout
-changes from call to call, MIMO leaves the members' orders to the caller, and there is no FiLM-Ensemble.
+changes from call to call, MIMO leaves the members' orders to the caller, and there is no FiLM-Ensemble. The adapters
+of peft are chosen for a whole batch in training (a choice by row, `adapter_names`, is refused there): members could not
+train in one batch.
 """
 
 from __future__ import annotations
@@ -10,30 +12,40 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import backbones
-from .ensemble import replace
+from .ensemble import folded, replace
 from .layers import check_members, is_supported_norm, looks_like_norm
 
-__all__ = ["MIMO", "BatchEnsemble", "FiLMEnsemble", "MCDropout", "Masksembles", "PackedEnsemble"]
+__all__ = ["MIMO", "BatchEnsemble", "FiLMEnsemble", "LoRAEnsemble", "MCDropout", "Masksembles", "PackedEnsemble"]
+
+# The linear layers of self-attention by the names of timm and transformers; a fused one makes q, k and v in this order.
+_FUSED = ("qkv", "Wqkv")
+_ATTENTION = (*(f"{x}_{kind}" for kind in ("proj", "lin") for x in "qkv"), "query", "key", "value", *_FUSED)
 
 
 class _Folded(nn.Module):
-    """A network that takes the images once for each member, member slowest, as one batch of M·B rows."""
+    """A network that takes its inputs once for each member, member slowest, as one batch of M·B rows."""
 
     def __init__(self, backbone: nn.Module, members: int):
         super().__init__()
         self.backbone = backbone
         self.members = members
+        for name, layer in backbone.named_modules():
+            if isinstance(layer, MemberLayer):
+                layer.label = name
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the members' logits, shape (B, M, K)."""
-        return _unfold(self.backbone(x.repeat(self.members, 1, 1, 1)), self.members)
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the members' logits, shape (B, M, K), for arguments as `SigmaEnsemble.forward` takes them."""
+        layers = [layer for layer in self.backbone.modules() if isinstance(layer, MemberLayer)]
+        return folded(self.backbone, self.members, args, kwargs, layers)
 
 
 class MCDropout(_Folded):
@@ -43,23 +55,35 @@ class MCDropout(_Folded):
     evaluation mode, each with a mask drawn when the network was made: a pass is one thinned network, a draw of the
     weights as the method means it, and what it says of an image depends neither on the batch nor on the call.
 
+    With `rate=None`, as for transformers, the backbone's own dropout layers do this at their own rates: single values
+    in training, whole features (of the last dimension) in evaluation. Attention dropout is off in both, since it is
+    a function there, which reads a layer's rate or holds a number of its own, and could drop in training alone.
+
     Args:
-        backbone: Network of convolutions and linear layers. It is copied, not changed.
+        backbone: Network of convolutions and linear layers, or any with dropout layers for `rate=None`. It is copied,
+            not changed.
         members: Number of passes T.
-        rate: Probability to drop a channel, in [0, 1).
+        rate: Probability to drop a channel, in [0, 1), or None.
+
+    Raises:
+        ValueError: if `rate` is out of range, or None for a backbone without dropout layers.
 
     Source: Gal & Ghahramani, 2016, arXiv 1506.02142; whole channels: Tompson et al., 2015, arXiv 1411.4280.
     """
 
-    def __init__(self, backbone: nn.Module, members: int, *, rate: float = 0.1):
+    def __init__(self, backbone: nn.Module, members: int, *, rate: float | None = 0.1):
         check_members(members)
-        if not 0 <= rate < 1:
-            raise ValueError(f"rate must be a probability in [0, 1), not {rate}")
-        super().__init__(_mask_inputs(backbone, lambda channels: ChannelDropout(channels, members, rate)), members)
+        if rate is None:
+            backbone = _own_dropout(backbone, members)
+        elif not 0 <= rate < 1:
+            raise ValueError(f"rate must be a probability in [0, 1), or None for the backbone's own, not {rate}")
+        else:
+            backbone = _mask_inputs(backbone, lambda channels: ChannelDropout(channels, members, rate))
+        super().__init__(backbone, members)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the passes' logits: (B, 1, K) in training, (B, M, K) in evaluation."""
-        return self.backbone(x)[:, None] if self.training else super().forward(x)
+        return folded(self.backbone, 1, args, kwargs) if self.training else super().forward(*args, **kwargs)
 
 
 class Masksembles(_Folded):
@@ -138,6 +162,58 @@ class FiLMEnsemble(_Folded):
         if not norms:
             raise ValueError(f"{type(backbone).__name__} has no normalisation layers for the members to own")
         super().__init__(backbone, members)
+
+
+class LoRAEnsemble(_Folded):
+    r"""Give every member low-rank updates of a frozen transformer's q, k and v, and a linear head of its own.
+
+    .. math:: y_m = W x_m + b + \frac{\alpha}{r} B_m A_m x_m
+
+    A starts as a linear layer does and B at zero: all members start with the backbone's own features, and their heads
+    differ. Only A, B and the heads are trained.
+
+    Args:
+        backbone: Trained transformer. It is copied, not changed.
+        members: Number of members M.
+        head: Dotted name of the linear layer that becomes the M heads, drawn afresh.
+        rank: Rank r of an update. A fused layer, `qkv`, has three of them, for q, k and v.
+        targets: `fnmatch` pattern or patterns over the names of the linear layers to update. None finds q, k and v
+            by the names that timm and transformers give them.
+        alpha: α; None is r, a factor of 1.
+
+    Raises:
+        ValueError: if `head` is no linear layer, `targets` match none, or `rank` or `alpha` is out of range.
+        TypeError: if `targets` are no patterns.
+
+    Source: Mühlematter et al., 2024, arXiv 2405.14438.
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        members: int,
+        *,
+        head: str,
+        rank: int = 8,
+        targets: str | Iterable[str] | None = None,
+        alpha: float | None = None,
+    ):
+        check_members(members)
+        _check_head(backbone, head)
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"rank must be an integer ≥ 1, not {rank!r}")
+        if alpha is not None and not 0 < alpha < math.inf:
+            raise ValueError(f"alpha must be a number > 0 or None, not {alpha}")
+        factor = 1.0 if alpha is None else alpha / rank
+        backbone = copy.deepcopy(backbone).requires_grad_(False)
+        modules = dict(backbone.named_modules(remove_duplicate=False))
+        linears = [name for name, module in modules.items() if type(module) is nn.Linear and name != head]
+        for name in _targets(linears, targets):
+            parts = 3 if name.rpartition(".")[2] in _FUSED else 1
+            if modules[name].out_features % parts:
+                raise ValueError(f"layer {name!r} has {modules[name].out_features} outputs, not as many for q, k and v")
+            backbone = replace(backbone, name, LowRank(modules[name], members, rank, factor, parts))
+        super().__init__(replace(backbone, head, MemberLinear(modules[head], members)), members)
 
 
 class MIMO(nn.Module):
@@ -246,6 +322,130 @@ class PackedEnsemble(nn.Module):
         return _unfold(self.backbone(x), self.members)
 
 
+class MemberLayer(nn.Module):
+    """A layer that treats the rows of each member apart.
+
+    Attributes:
+        members: Number of members M.
+        label: Name of the layer in its network.
+        rows: Rows of the folded batch, M·B, during a call of the network.
+    """
+
+    def __init__(self, members: int):
+        super().__init__()
+        self.members = members
+        self.label: str | None = None
+        self.rows: int | None = None
+
+    def split(self, x: Tensor) -> Tensor:
+        """Return rows (M·B, …), member slowest, as (M, B, …).
+
+        Raises:
+            ValueError: if the first dimension is not that of the batch.
+        """
+        rows = self.members if self.rows is None else self.rows
+        turned = x.dim() == 3 and x.shape[1] == self.rows != x.shape[0]
+        if x.shape[0] % rows or turned:
+            raise ValueError(f"layer {self.label!r} got {tuple(x.shape)} where a batch of {rows} rows must come first")
+        return x.unflatten(0, (self.members, -1))
+
+
+class LowRank(MemberLayer):
+    """Add to a frozen linear layer an update for every member, factor · B A x, all members in one batched product.
+
+    Args:
+        linear: The linear layer, F to O.
+        members: Number of members M.
+        rank: Rank r of an update.
+        factor: α/r.
+        parts: Number P of updates side by side on the outputs, each of rank r.
+
+    Attributes:
+        A: Shape (M, P, r, F). B: Shape (M, P, O/P, r).
+
+    Shape: (M·B, …, F) to (M·B, …, O), member slowest.
+    """
+
+    def __init__(self, linear: nn.Linear, members: int, rank: int, factor: float, parts: int = 1):
+        super().__init__(members)
+        self.linear = linear
+        self.factor = factor
+        bound = 1 / math.sqrt(linear.in_features)  # that of nn.Linear
+        A = linear.weight.new_empty(members, parts, rank, linear.in_features).uniform_(-bound, bound)
+        self.A = nn.Parameter(A)
+        self.B = nn.Parameter(linear.weight.new_zeros(members, parts, linear.out_features // parts, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = torch.einsum("mnf,mprf->mnpr", self.split(x).flatten(1, -2), self.A)
+        update = torch.einsum("mnpr,mpor->mnpo", low, self.B)
+        y = self.linear(x)
+        return y + self.factor * update.reshape(y.shape)
+
+    def extra_repr(self) -> str:
+        return "members={}, parts={}, rank={}, factor={}".format(*self.A.shape[:3], self.factor)
+
+
+class MemberLinear(MemberLayer):
+    """Fresh linear layers in the place of one, F to K, one for each member. Shape: (M·B, …, F) to (M·B, …, K)."""
+
+    def __init__(self, linear: nn.Linear, members: int):
+        super().__init__(members)
+        sizes = linear.in_features, linear.out_features, linear.bias is not None
+        options = {"device": linear.weight.device, "dtype": linear.weight.dtype}
+        layers = [nn.Linear(*sizes, **options) for _ in range(members)]
+        self.weight = nn.Parameter(torch.stack([layer.weight.detach() for layer in layers]))
+        if linear.bias is None:
+            self.register_parameter("bias", None)
+        else:
+            self.bias = nn.Parameter(torch.stack([layer.bias.detach() for layer in layers]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.split(x).flatten(1, -2)
+        y = rows @ self.weight.mT if self.bias is None else torch.baddbmm(self.bias[:, None], rows, self.weight.mT)
+        return y.reshape(*x.shape[:-1], -1)
+
+    def extra_repr(self) -> str:
+        members, classes, features = self.weight.shape
+        return f"members={members}, in_features={features}, out_features={classes}"
+
+
+class FeatureDropout(MemberLayer):
+    """Drop single values in training, and in evaluation for every member the same features of all its values.
+
+    The features are drawn from `seed`, which is drawn from the global generator and kept in the state: their number
+    need not be known before the call.
+
+    Attributes:
+        p: 0, for functions that read the rate of the layer and drop by it in training alone.
+
+    Shape: (rows, features) or (rows, …, features); in evaluation M·B rows, member slowest.
+    """
+
+    p = 0.0
+
+    def __init__(self, members: int, rate: float):
+        super().__init__(members)
+        self.rate = rate
+        self.register_buffer("seed", torch.randint(2**62, ()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() > 3:
+            raise ValueError(
+                f"layer {self.label!r} got {tuple(x.shape)}: expected (rows, features) or (rows, tokens, features), "
+                "where whole features can be dropped; set the rate of this layer to 0 in the backbone"
+            )
+        if self.training:
+            return F.dropout(x, self.rate)
+        generator = torch.Generator().manual_seed(int(self.seed))
+        kept = torch.rand(self.members, x.shape[-1], generator=generator) >= self.rate
+        factors = (kept / (1 - self.rate)).to(x)
+        rows = self.split(x)
+        return (rows * factors.view(self.members, *[1] * (rows.dim() - 2), -1)).flatten(0, 1)
+
+    def extra_repr(self) -> str:
+        return f"members={self.members}, rate={self.rate}"
+
+
 class ChannelMasks(nn.Module):
     """Multiply the channels of every member's rows by that member's mask.
 
@@ -335,7 +535,8 @@ def _convert(backbone: nn.Module, rule: Callable[[str, nn.Module, bool], nn.Modu
     }
     for i, (name, layer) in enumerate(holders.items()):
         if type(layer) is not nn.Conv2d and (i == 0 or type(layer) is not nn.Linear):
-            raise TypeError(f"layer {name!r} is a {type(layer).__name__}: expected Conv2d, and Linear after the first")
+            where = f"layer {name!r}" if name else "the backbone itself"
+            raise TypeError(f"{where} is a {type(layer).__name__}: expected Conv2d, and Linear after the first")
         backbone = replace(backbone, name, rule(name, layer, i == 0))
     return backbone
 
@@ -347,6 +548,47 @@ def _mask_inputs(backbone: nn.Module, mask: Callable[[int], nn.Module]) -> nn.Mo
         return nn.Sequential(mask(layer.in_channels if type(layer) is nn.Conv2d else layer.in_features), layer)
 
     return _convert(backbone, convert)
+
+
+def _own_dropout(backbone: nn.Module, members: int) -> nn.Module:
+    """Copy a backbone, make its dropout layers the members', and set rates that functions use to zero.
+
+    Raises:
+        ValueError: if it has no dropout layer with a rate in (0, 1).
+    """
+    backbone = copy.deepcopy(backbone)
+    modules = dict(backbone.named_modules(remove_duplicate=False))
+    drops = {name: layer.p for name, layer in modules.items() if type(layer) is nn.Dropout and layer.p > 0}
+    if not drops or max(drops.values()) == 1:
+        raise ValueError(
+            f"rate None asks for dropout layers in the backbone, with rates below 1; {type(backbone).__name__} has "
+            f"{drops or 'none'}"
+        )
+    for layer in modules.values():
+        for name, value in vars(layer).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(layer, name, 0.0)
+    for name, rate in drops.items():
+        backbone = replace(backbone, name, FeatureDropout(members, rate))
+    return backbone
+
+
+def _targets(linears: list[str], patterns: str | Iterable[str] | None) -> list[str]:
+    if patterns is None:
+        found = [name for name in linears if name.rpartition(".")[2] in _ATTENTION]
+        if not found:
+            raise ValueError(
+                f"the backbone has no linear layers by the usual names {_ATTENTION}: name those to update in targets; "
+                f"the last are {linears[-3:]}"
+            )
+        return found
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"targets must be a pattern, a list of patterns or None, not {patterns}")
+    unmatched = [p for p in patterns if not any(fnmatchcase(name, p) for name in linears)]
+    if unmatched or not patterns:
+        raise ValueError(f"targets {unmatched or patterns} match no linear layer; the last are {linears[-3:]}")
+    return [name for name in linears if any(fnmatchcase(name, p) for p in patterns)]
 
 
 def _like(conv: nn.Conv2d, **changes: int) -> nn.Conv2d:
