@@ -133,9 +133,7 @@ def build(spec: dict[str, Any]) -> Dataset:
 
 def _check_option(option: str, value: Any, kind: str) -> None:
     """Compare an option with the annotation of the builder's parameter: int, str, or others, which builders check."""
-    if kind == "int | None" and value is None:
-        return
-    if kind in ("int", "int | None"):
+    if kind == "int":
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{option} must be an integer, got {value!r}")
         least = 0 if option.endswith("seed") else 1

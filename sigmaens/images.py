@@ -76,7 +76,7 @@ def folders(
     size: int,
     train: int,
     validation: int,
-    test: int | None,
+    test: int,
     ood: dict[str, list[str]],
     ood_images: int,
     split_seed: int,
@@ -89,7 +89,7 @@ def folders(
         train_folder, test_folder: Where the images are, `<class>/<file>`: sources as `data.locate` takes them.
         size: Height and width, at least 32 pixels; other images are resized.
         train, validation: How many images of the training folder each split gets, stratified.
-        test: How many of the test folder, stratified; None for all.
+        test: How many of the test folder, stratified.
         ood: Folders of each out-of-distribution set; their classes do not matter.
         ood_images: How many of each, drawn at random.
         split_seed: Of the splits, the draws and the corruptions.
@@ -104,7 +104,7 @@ def folders(
     images, labels, others = read(test_folder, size)
     if others != classes:
         raise ValueError(f"{test_folder} has the classes {others}, not those of {train_folder}, {classes}")
-    held, _ = stratify(images, labels, {"test": len(labels) if test is None else test}, split_seed)
+    held, _ = stratify(images, labels, {"test": test}, split_seed)
 
     outside = {}
     for name, folder in ood.items():
