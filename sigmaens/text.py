@@ -398,7 +398,7 @@ def _cased(letter: str, like: str) -> str:
 
 @lru_cache(maxsize=4)
 def _tokenizer(model: str) -> Any:
-    # Threads of the tokeniser's own would warn when loaders fork later.
+    # Threads of the tokeniser's own would not survive the forks of loaders.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers import AutoTokenizer
 
