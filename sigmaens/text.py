@@ -212,9 +212,9 @@ def sst2(
         test: size.
         ood: source of each out-of-distribution set, by name; what is word for word in train or validation is left out.
         ood_sentences: size of each of them.
-        rated: source of rated sentences, or None. Those that are in train or validation, by their letters and digits,
-            are left out; how many, and how many of those taken are test sentences or begin or end with a training
-            sentence, is in the card's `overlap`.
+        rated: source of rated sentences, or None. Those that are in train or validation by their letters and digits,
+            or begin or end with one that is, are left out; how many, and how many of those taken are test sentences,
+            is in the card's `overlap`.
         rated_sentences: size.
         split_seed: ≥ 0, for splits, choices and noise.
 
@@ -256,13 +256,12 @@ def sst2(
         if ratings is None:
             raise ValueError(f"rated: {files['rated']} has no ratings")
         keys, known, tested = [_key(sentence) for sentence in found], set(map(_key, known)), set(map(_key, held_out))
-        new = [i for i, key in enumerate(keys) if key not in known]
+        new = [i for i, key in enumerate(keys) if key not in known and not _begins_or_ends(key, known)]
         rows = [new[i] for i in _draw("rated_sentences", rated_sentences, len(new), split_seed)]
         opinions = Split(ids([found[i] for i in rows]), ratings[rows].astype(np.float64))
         overlap["rated"] = {
             "left_out": len(found) - len(new),
             "test": sum(keys[i] in tested for i in rows),
-            "begin_or_end_with_training": sum(_begins_or_ends(keys[i], known) for i in rows),
         }
 
     cells = [(name, severity) for name in NOISES for severity in SEVERITIES]

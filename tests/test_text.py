@@ -402,11 +402,11 @@ def test_rated_sentences_are_without_training_sentences_in_any_spelling(spec):
     # Left out: "Good film: 3!", "(A) bad film, 5." and "&amp; good film 7".
     assert dataset.rated.labels.tolist() == [-0.5, 0.5, 2.5, 3.5]
     assert dataset.rated.labels.dtype == np.float64
-    assert dataset.card["overlap"]["rated"] == {"left_out": 3, "test": 1, "begin_or_end_with_training": 0}
+    assert dataset.card["overlap"]["rated"] == {"left_out": 3, "test": 1}
     assert text.decode(dataset, dataset.rated.inputs)[:2] == ["what is this? 4", "a film like no other"]
 
 
-def test_rated_sentences_around_training_sentences_are_counted(spec):
+def test_rated_sentences_that_begin_or_end_with_training_sentences_are_left_out(spec):
     folder = Path(os.environ["SIGMAENS_DATA"])
     longer = "good film with a long and winding title"
     lines = [f"{longer} {i}\t1" for i in range(10)] + [f"bad film {i}\t0" for i in range(10)]
@@ -414,7 +414,8 @@ def test_rated_sentences_around_training_sentences_are_counted(spec):
     rated = [f"{longer} 3. And more.", f"As they say: {longer} 4", f"Is {longer} 5 or not?", "bad film 6 it is"]
     written(folder, "rated_GroundTruth.txt", "\n".join(f"{i}\t0\t{s}" for i, s in enumerate(rated)))
     dataset = data.build({**spec, "validation": 4})
-    assert dataset.card["overlap"]["rated"] == {"left_out": 0, "test": 0, "begin_or_end_with_training": 2}
+    assert dataset.card["overlap"]["rated"] == {"left_out": 2, "test": 0}
+    assert text.decode(dataset, dataset.rated.inputs) == [f"is {longer} 5 or not?", "bad film 6 it is"]
 
 
 def test_there_may_be_no_rated_sentences(spec):

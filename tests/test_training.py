@@ -554,3 +554,88 @@ def test_the_loss_of_the_loop_is_the_mean_over_members():
     logits, labels = torch.randn(5, 2, 3), torch.randint(3, (5,))
     each = [F.cross_entropy(logits[:, m], labels) for m in range(2)]
     assert_close(member_cross_entropy(logits, labels), torch.stack(each).mean())
+
+
+def sentences(rows=41, seed=0):
+    """Token ids of 2 to 12 tokens, padded with 0; the class is whether token 7 is among them."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(2, 13, rows)
+    ids = rng.integers(10, 30, (rows, 12)) * (np.arange(12) < lengths[:, None])
+    labels = np.arange(rows) % 2
+    ids[labels == 1, 0] = 7
+    split = data.Split(ids.astype(np.int32), labels.astype(np.int64))
+    card = {"kind": "text", "pad": 0, "classes": ["no", "yes"], "sha256": f"{rows} sentences"}
+    return data.Dataset(split, split, split, ood={}, corrupted={}, card=card)
+
+
+class Reader(torch.nn.Module):
+    """Mean of embeddings over what is not padding, a norm and a head; counts the tokens it reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(30, 8)
+        self.norm = torch.nn.LayerNorm(8)
+        self.head = torch.nn.Linear(8, 2)
+        self.read = []
+
+    def forward(self, ids):
+        mask = ids != 0
+        self.read.append(int(mask.any(0).sum()) * len(ids))
+        mean = (self.embedding(ids) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        return self.head(self.norm(mean))
+
+
+def readers(members=2):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return SigmaEnsemble(Reader(), members, head="head")
+
+
+def test_sentences_are_learned_and_a_broken_off_run_goes_on(tmp_path):
+    recipe = training.Recipe.parse(
+        {"epochs": 6, "batch_size": 8, "optimizer": "adam", "lr": 0.02, "schedule": "constant"}
+    )
+    whole = readers()
+    history = training.fit(whole, sentences(), recipe, seed=1, penalty=Penalty())
+    assert history[-1]["cross_entropy"] < 0.5 * history[0]["cross_entropy"]
+    with pytest.raises(Killed):
+        training.fit(readers(), sentences(), recipe, seed=1, penalty=Penalty(14, die), state=tmp_path / "fit.pt")
+    again = readers()
+    resumed = training.fit(again, sentences(), recipe, seed=1, penalty=Penalty(), state=tmp_path / "fit.pt")
+    assert_same((again.state_dict(), resumed), (whole.state_dict(), history))
+
+
+def test_every_sentence_is_in_one_batch_of_an_epoch_with_others_of_its_length():
+    sizes, lengths = [8] * 40 + [5], torch.randint(2, 60, (325,), generator=torch.Generator().manual_seed(0))
+    batches = training._batches(sizes, torch.Generator().manual_seed(3), lengths)
+    assert sorted(torch.cat(batches).tolist()) == list(range(325))
+    assert sorted(map(len, batches)) == sorted(sizes)
+    spread = np.mean([np.ptp(lengths[batch].numpy()) for batch in batches])
+    assert spread < 0.25 * np.mean([np.ptp(lengths[batch].numpy()) for batch in torch.randperm(325).split(8)])
+    others = training._batches(sizes, torch.Generator().manual_seed(4), lengths)
+    assert {tuple(sorted(b.tolist())) for b in others} != {tuple(sorted(b.tolist())) for b in batches}
+    means = [lengths[batch].float().mean() for batch in batches]
+    assert abs(np.corrcoef(means, range(len(means)))[0, 1]) < 0.5  # long batches do not come last
+
+
+def test_prediction_puts_sentences_back_in_their_order_and_reads_little_padding():
+    dataset, model = sentences(), readers()
+    inputs = dataset.test.inputs
+    logits = training.predict(model, inputs, dataset, batch_size=4)
+    one_by_one = np.concatenate([training.predict(model, row[None], dataset) for row in inputs])
+    assert_close(logits, one_by_one, rtol=1e-5, atol=1e-6)
+    model.backbone.read.clear()
+    training.predict(model, inputs, dataset, batch_size=4)
+    tokens = 2 * (inputs != 0).sum()
+    assert tokens <= sum(model.backbone.read) < 1.3 * tokens < 0.9 * 2 * inputs.size
+
+
+def test_conversion_error_is_that_of_the_worst_member():
+    dataset, net = sentences(), Reader()
+    assert training.conversion_error(net, dataset, 3) < 1e-6
+
+
+def test_a_method_may_have_a_recipe_of_its_own():
+    settings = {**SETTINGS, "peers": {"mc_dropout": {"rate": 0.1, "train": {"epochs": 1}}}}
+    assert len(training.train("mc_dropout", tiny(), settings, seed=0)[1]) == 1
+    assert len(training.train("sigma", tiny(), settings, seed=0)[1]) == SETTINGS["train"]["epochs"]
