@@ -21,7 +21,9 @@ SETTINGS = {
     "sigma": {"regularize": "*.bn2", "tau": 0.1, "weight": 1e-3},
     "train": {"epochs": 1, "batch_size": 8, "lr": 0.05, "crop": 1},
 }
-PEERS = [method for method in baselines.PEERS if method != "lora_ensemble"]  # transformers only: test_peers_transformers
+PEERS = [
+    method for method in baselines.PEERS if method != "lora_ensemble"
+]  # transformers only: test_peers_transformers
 FOLDED = ["mc_dropout", "batch_ensemble", "masksembles", "film_ensemble"]
 BACKBONES = {
     "narrow": lambda: backbones.narrow_resnet(3, 1, width=8, blocks=(1, 1)),
