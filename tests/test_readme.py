@@ -1,5 +1,6 @@
 """The README says what the results say, and its example runs."""
 
+import json
 import re
 
 import pytest
@@ -23,7 +24,7 @@ def text():
 
 
 def test_blocks_are_the_results(text):
-    assert len(readme.BLOCK.findall(text)) == 4
+    assert len(readme.BLOCK.findall(text)) == 7
     assert readme.fill(text) == text, "run python -m sigmaens.readme"
 
 
@@ -38,6 +39,22 @@ def test_fill_replaces_what_was_there(tmp_path, monkeypatch):
     assert "| new |" in (tmp_path / "README.md").read_text(encoding="utf-8")
     (tmp_path / "table.md").unlink()
     assert readme.main() == 1
+
+
+def test_verdicts_of_all_profiles_stand_side_by_side(tmp_path, monkeypatch):
+    (tmp_path / "params.yaml").write_text("settings: {digits: {}, sst2: {}, later: {}}\n", encoding="utf-8")
+    for profile, strength in (("sst2", ""), ("digits", "contradicted")):
+        folder = tmp_path / "results" / profile / "claims"
+        folder.mkdir(parents=True)
+        claims = {
+            "10": {"verdict": "not tested at this scale", "strength": "", "n": 0},
+            "2": {"verdict": "not supported" if strength else "supported", "strength": strength, "n": 3},
+        }
+        (folder / "metrics.json").write_text(json.dumps(claims), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    head, _, *rows = readme.verdicts().splitlines()
+    assert re.findall(r"\[(\w+)\]", head) == ["digits", "sst2"]
+    assert rows == ["| 2 | contradicted, n = 3 | supported, n = 3 |", "| 10 | not tested | not tested |"]
 
 
 def test_links_lead_somewhere(text):
