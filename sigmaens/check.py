@@ -124,9 +124,10 @@ def main(argv: list[str] | None = None) -> int:
     wanted = options.profiles
     try:
         profiles, tolerances = _param("profiles")["all"], _param("tolerances")
-        unknown = sorted(set(wanted) - set(profiles))
+        known = dict.fromkeys([*profiles, *paths.load_params().get("settings", {})])  # those that are off too
+        unknown = sorted(set(wanted) - set(known))
         if unknown:
-            raise ValueError(f"no profile {', '.join(unknown)} in params.yaml; there are {', '.join(profiles)}")
+            raise ValueError(f"no profile {', '.join(unknown)} in params.yaml; there are {', '.join(known)}")
         # The notebook on the method belongs to no profile.
         folders = wanted or ["method", *profiles]
         if options.notebooks:

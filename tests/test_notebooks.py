@@ -27,7 +27,7 @@ def tagged(path, tag):
 
 def test_there_are_notebooks():
     assert len(SOURCES) == 17
-    assert {path.stem for path in EXECUTED} == {p.stem for p in SOURCES if p.stem[:2] not in ("01", "02", "03", "04")}
+    assert {path.stem for path in EXECUTED} == {p.stem for p in SOURCES if p.stem[:2] not in ("01", "02", "03", "04", "16")}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
