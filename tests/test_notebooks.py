@@ -27,7 +27,8 @@ def tagged(path, tag):
 
 def test_there_are_notebooks():
     assert len(SOURCES) == 17
-    assert {path.stem for path in EXECUTED} == {p.stem for p in SOURCES if p.stem[:2] not in ("01", "02", "03", "04", "16")}
+    not_kept = ("01", "02", "03", "04", "16")  # the last needs ImageNet, and its profile is not part of the results
+    assert {path.stem for path in EXECUTED} == {path.stem for path in SOURCES if path.stem[:2] not in not_kept}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
