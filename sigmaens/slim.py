@@ -320,7 +320,38 @@ def _channels_last(x: Tensor) -> bool:
     return x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
 
 
-class _SlimNorm(SigmaNorm):
+class _Readied:
+    """A layer that, where no gradients are wanted, keeps each member's ordinary layer ready.
+
+    It is made again when a tensor of the layer was replaced or written to, or the mode changed; what is written
+    through `.data` goes unnoticed by torch and so here.
+    """
+
+    def train(self, mode: bool = True) -> nn.Module:
+        vars(self).pop("_ready", None)
+        return super().train(mode)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_ready"}
+
+    def ready(self, m: int) -> nn.Module | None:
+        """The ordinary layer of a member, or None where the shared tensors themselves must be used."""
+        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        sources = [t for t in (*self._parameters.values(), *self._buffers.values()) if t is not None]
+        try:
+            found = [(id(t), t._version, t.data_ptr()) for t in sources]
+        except RuntimeError:  # made in inference mode, which counts no versions
+            return None
+        cache = vars(self).setdefault("_ready", {})
+        layer, before, _ = cache.get(m, (None, None, None))
+        if found != before:
+            layer = self.member(m)
+            cache[m] = layer, found, sources  # which keeps the ids taken
+        return layer
+
+
+class _SlimNorm(_Readied, SigmaNorm):
     """A σNorm that runs for one member at a time, without the channels that it has closed.
 
     What a SigmaNorm becomes; set by `close` and `follow`:
@@ -367,6 +398,8 @@ class _SlimNorm(SigmaNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         m = _member()
+        if ready := self.ready(m):
+            return ready(x)
         channels = self.channels(m)
         if not self.normalizes_batch:
             y = self._slice(x, m, self.weight[m].view(self.shape))
@@ -424,7 +457,7 @@ class _SlimHead(MemberHead):
         return F.linear(y, self.weight[m], None if self.bias is None else self.bias[m]).unflatten(0, x.shape[:-1])
 
 
-class _Narrow:
+class _Narrow(_Readied):
     """A layer that takes a member's rows and columns of its weight: what a convolution or linear layer becomes.
 
     Attributes:
@@ -446,7 +479,8 @@ class _Narrow:
     def forward(self, x: Tensor) -> Tensor:
         m = _member()
         if not self.shared:
-            return self.apply_to(x, *self.narrowed(m))
+            ready = self.ready(m)
+            return ready(x) if ready else self.apply_to(x, *self.narrowed(m))
         if self not in _TURN.once:
             _TURN.once[self] = self.apply_to(x, self.weight, self.bias)
         return _TURN.once[self]
@@ -455,10 +489,12 @@ class _Narrow:
         """Return an ordinary layer."""
         weight, bias = self.narrowed(m)
         layer = copy.copy(self)
-        layer.__class__ = type(self).__mro__[2]
+        layer.__class__ = next(kind for kind, narrow in _NARROW.items() if narrow is type(self))
         layer._buffers, layer._non_persistent_buffers_set = {}, set()
         tensors = {"weight": weight, "bias": bias}
         layer._parameters = {n: None if t is None else nn.Parameter(t.detach().clone()) for n, t in tensors.items()}
+        if _channels_last(self.weight):
+            layer.to(memory_format=torch.channels_last)
         sizes = ("out_features", "in_features") if isinstance(layer, nn.Linear) else ("out_channels", "in_channels")
         vars(layer).update(zip(sizes, weight.shape, strict=False))
         vars(layer).pop("shared")
@@ -913,11 +949,34 @@ def _mean(node: fx.Node, dims: int, axis: int) -> tuple[int, int] | None:
 # Export ---------------------------------------------------------------------------------------------------------------
 
 
+class _ByTurn(nn.Module):
+    """The ordinary layers of the members in the place of a slim one, or the only one where it runs once."""
+
+    def __init__(self, layer: _SlimNorm | _SlimHead | _Narrow, members: int):
+        super().__init__()
+        self.shared = getattr(layer, "shared", False)
+        self.layers = nn.ModuleList(layer.member(m) for m in range(1 if self.shared else members))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.shared:
+            return self.layers[_member()](x)
+        if self not in _TURN.once:
+            _TURN.once[self] = self.layers[0](x)
+        return _TURN.once[self]
+
+
 class _WithUncertainty(nn.Module):
     def __init__(self, ens: SigmaEnsemble):
         super().__init__()
         self.ens = copy.deepcopy(ens).eval()
         self.training = False
+        if isinstance(ens, SlimEnsemble):
+            made: dict[int, nn.Module] = {}
+            for name, module in dict(self.ens.backbone.named_modules(remove_duplicate=False)).items():
+                if isinstance(module, (*_OWN, _Narrow)) and name != f"{ens.head}.norm":
+                    made.setdefault(id(module), _ByTurn(module, ens.members))
+                    self.ens.backbone = replace(self.ens.backbone, name, made[id(module)])
+            self.ens._places = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         logits = self.ens(*args, **kwargs)
