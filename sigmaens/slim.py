@@ -16,7 +16,7 @@ import operator
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -110,7 +110,7 @@ class SlimEnsemble(SigmaEnsemble):
         self.members, self.head, self.regularized = ens.members, ens.head, ens.regularized
         self.backbone = backbone
         self._places = plan.places
-        self._copies_inputs = plan.copies_inputs
+        self._guarded = plan.guarded
         self.training = ens.training
         self.register_load_state_dict_post_hook(_follow_masks)
         _follow_masks(self)
@@ -133,13 +133,7 @@ class SlimEnsemble(SigmaEnsemble):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the members' logits, shape (B, M, K). Arguments as for the full ensemble; none is repeated."""
-        layers = self._layers().values()
-        logits, once = [], {}
-        for m in range(self.members):
-            given = tree_map(_copied, (args, kwargs)) if self._copies_inputs else (args, kwargs)
-            with _turn(m, once):
-                logits.append(folded(self.backbone, 1, *given, layers))
-        return logits[0] if self.members == 1 else torch.cat(logits, dim=1)
+        return _one_by_one(self.backbone, self.members, args, kwargs, self._layers().values(), self._guarded)
 
     def member(self, m: int) -> nn.Module:
         """Return member `m` as an ordinary, narrower copy of the backbone with the same outputs.
@@ -197,7 +191,7 @@ class SlimEnsemble(SigmaEnsemble):
     def __repr__(self) -> str:
         report = self.report
         lines = [f"SlimEnsemble of {type(self.backbone).__name__}: {self.members} members, head={self.head!r}"]
-        width = max(map(len, report))
+        width = max(map(len, report), default=0)
         for name, cut in report.items():
             kept = ", ".join(map(str, cut.kept))
             mark = "R" if name in self.regularized else " "
@@ -272,22 +266,41 @@ def slim(
 
 
 class _Turn(threading.local):
-    """Whose turn it is in this thread, and what layers that run once have returned."""
+    """Whose turn it is in this thread, what layers that run once have returned, and whether members get copies."""
 
     member: int | None = None
     once: dict[nn.Module, Tensor] | None = None
+    guarded = False
 
 
 _TURN = _Turn()
 
 
-@contextlib.contextmanager
-def _turn(member: int, once: dict[nn.Module, Tensor]) -> Iterator[None]:
-    _TURN.member, _TURN.once = member, once
-    try:
-        yield
-    finally:
-        _TURN.member = _TURN.once = None
+def _one_by_one(
+    backbone: nn.Module, members: int, args: Any, kwargs: Any, layers: Collection[nn.Module], guarded: bool
+) -> Tensor:
+    """Return the logits (B, M, K) of members that run one after the other.
+
+    Args:
+        guarded: Give each member its own copy of the inputs and of what layers that run once return, since the
+            backbone may write into them.
+    """
+    logits, once = [], {}
+    for m in range(members):
+        given = tree_map(_copied, (args, kwargs)) if guarded else (args, kwargs)
+        _TURN.member, _TURN.once, _TURN.guarded = m, once, guarded
+        try:
+            logits.append(folded(backbone, 1, *given, layers))
+        finally:
+            _TURN.member = _TURN.once = None
+    return logits[0] if members == 1 else torch.cat(logits, dim=1)
+
+
+def _once(layer: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return what a layer returned to the first member."""
+    if layer not in _TURN.once:
+        _TURN.once[layer] = run(x)
+    return _TURN.once[layer].clone() if _TURN.guarded else _TURN.once[layer]
 
 
 def _member() -> int:
@@ -481,9 +494,7 @@ class _Narrow(_Readied):
         if not self.shared:
             ready = self.ready(m)
             return ready(x) if ready else self.apply_to(x, *self.narrowed(m))
-        if self not in _TURN.once:
-            _TURN.once[self] = self.apply_to(x, self.weight, self.bias)
-        return _TURN.once[self]
+        return _once(self, x, lambda x: self.apply_to(x, self.weight, self.bias))
 
     def member(self, m: int) -> nn.Module:
         """Return an ordinary layer."""
@@ -580,11 +591,11 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class _Plan(NamedTuple):
-    """What may be left out, by σNorm layer; which layers run once; whether members must not see the same tensors."""
+    """What may be left out, by σNorm layer; which layers run once; whether members need copies of common tensors."""
 
     places: dict[str, _Place]
     shared: set[str]
-    copies_inputs: bool
+    guarded: bool
 
 
 def _plan(net: nn.Module, members: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Plan:
@@ -592,11 +603,10 @@ def _plan(net: nn.Module, members: int, args: tuple[Any, ...], kwargs: dict[str,
     hooked = {module for module in net.modules() if module._forward_hooks or module._forward_pre_hooks}
     example = _Example(net, members, args, kwargs)
     readings = [_Reading(net.train(training), example, hooked) for training in (False, True)]
-    places = [{name: reading.place(name) for name in reading.norms} for reading in readings]
+    places, others = ({name: reading.place(name) for name in reading.norms} for reading in readings)
     shared = readings[0].shared & readings[1].shared
-    if any(reading.changes_inputs for reading in readings):
-        return _Plan({name: place & places[1][name] for name, place in places[0].items()}, set(), True)
-    return _Plan({name: place & places[1][name] for name, place in places[0].items()}, shared, False)
+    guarded = any(reading.writes for reading in readings)
+    return _Plan({name: place & others[name] for name, place in places.items()}, shared, guarded)
 
 
 class _Example:
@@ -667,7 +677,7 @@ class _Reading:
     Attributes:
         norms: The σNorm layers by name.
         shared: Names of layers that depend on no member and may run once.
-        changes_inputs: Whether the backbone writes, or may write, into its inputs or what depends on no member.
+        writes: Whether the backbone writes, or may write, into its inputs or what else depends on no member.
     """
 
     def __init__(self, net: nn.Module, example: _Example, hooked: set[nn.Module]):
@@ -689,7 +699,7 @@ class _Reading:
                 elif node.op == "get_attr":
                     self.direct.add(net.get_submodule(_join(prefix, node.target).rpartition(".")[0]))
         self.shared: set[str] = set()
-        self.changes_inputs = True
+        self.writes = True
         if graphs and graphs[0][0] == "":
             self._share(graphs[0][1])
 
@@ -866,6 +876,7 @@ class _Reading:
 
     def _share(self, graph: fx.Graph) -> None:
         """Find the layers that depend on no member."""
+        self.writes = False
         same: set[fx.Node] = set()
         for node in graph.nodes:
             if node.op in ("placeholder", "get_attr"):
@@ -878,11 +889,9 @@ class _Reading:
                 alike &= fixed or type(module) in _NARROW or type(module) in _POOLS
             else:
                 alike &= not any(word in str(node.target) for word in ("drop", "rand", "bernoulli", "normal"))
-            if _writes(node, module) and any(parent in same for parent in node.all_input_nodes):
-                return
+            self.writes |= _writes(node, module) and any(parent in same for parent in node.all_input_nodes)
             if alike and node.op != "output":
                 same.add(node)
-        self.changes_inputs = False
         self.shared = {
             self.names[module]
             for node in same
@@ -919,14 +928,15 @@ def _writes(node: fx.Node, module: nn.Module | None) -> bool:
         known = type(module).__module__.split(".")[0] in ("torch", "timm", "torchvision", "sigmaens")
         return not known or getattr(module, "inplace", False)
     name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
-    in_place = node.op == "call_function" and getattr(operator, f"__{name}__", None) is node.target
+    # A graph shows x += 1 as x + 1.
+    augmented = node.op == "call_function" and hasattr(operator, f"i{name}") and node.target is getattr(operator, name)
     return (
-        node.kwargs.get("inplace", False)
-        or (name.endswith("_") and not name.endswith("__"))
+        augmented
         or name == "setitem"
-        or (in_place and name.startswith("i") and name not in ("invert", "inv", "index"))
-        or (any(arg is True for arg in node.args) and name in _POINTWISE_NAMES + _DROPOUT_NAMES)
+        or (name.endswith("_") and not name.endswith("__"))
+        or node.kwargs.get("inplace", False)
         or node.kwargs.get("out") is not None
+        or (name in (*_POINTWISE_NAMES, *_DROPOUT_NAMES) and any(arg is True for arg in node.args))
     )
 
 
@@ -950,36 +960,32 @@ def _mean(node: fx.Node, dims: int, axis: int) -> tuple[int, int] | None:
 
 
 class _ByTurn(nn.Module):
-    """The ordinary layers of the members in the place of a slim one, or the only one where it runs once."""
+    """The ordinary layers of the members in the place of one for all, or a single one that runs once."""
 
-    def __init__(self, layer: _SlimNorm | _SlimHead | _Narrow, members: int):
+    def __init__(self, layer: SigmaNorm | MemberHead | _Narrow, members: int):
         super().__init__()
         self.shared = getattr(layer, "shared", False)
         self.layers = nn.ModuleList(layer.member(m) for m in range(1 if self.shared else members))
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.shared:
-            return self.layers[_member()](x)
-        if self not in _TURN.once:
-            _TURN.once[self] = self.layers[0](x)
-        return _TURN.once[self]
+        return _once(self, x, self.layers[0]) if self.shared else self.layers[_member()](x)
 
 
 class _WithUncertainty(nn.Module):
     def __init__(self, ens: SigmaEnsemble):
         super().__init__()
-        self.ens = copy.deepcopy(ens).eval()
-        self.training = False
-        if isinstance(ens, SlimEnsemble):
-            made: dict[int, nn.Module] = {}
-            for name, module in dict(self.ens.backbone.named_modules(remove_duplicate=False)).items():
-                if isinstance(module, (*_OWN, _Narrow)) and name != f"{ens.head}.norm":
-                    made.setdefault(id(module), _ByTurn(module, ens.members))
-                    self.ens.backbone = replace(self.ens.backbone, name, made[id(module)])
-            self.ens._places = {}
+        backbone = copy.deepcopy(ens.backbone).eval()
+        made: dict[int, nn.Module] = {}
+        for name, module in dict(backbone.named_modules(remove_duplicate=False)).items():
+            if isinstance(module, (*_OWN, _Narrow)) and name != f"{ens.head}.norm":
+                made.setdefault(id(module), _ByTurn(module, ens.members))
+                backbone = replace(backbone, name, made[id(module)])
+        self.backbone, self.members = backbone, ens.members
+        self.guarded = getattr(ens, "_guarded", True)
+        self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        logits = self.ens(*args, **kwargs)
+        logits = _one_by_one(self.backbone, self.members, args, kwargs, (), self.guarded)
         log = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         probs = log.exp()
         mean = probs.mean(1)
@@ -999,8 +1005,8 @@ def with_uncertainty(ens: SigmaEnsemble) -> nn.Module:
     """Return a module for `torch.export` and ONNX: from inputs as of `ens` to probabilities and their uncertainty.
 
     Its outputs are the mean probabilities (B, K), and the total, aleatoric and modulation uncertainty, (B,) each, in
-    nats, as of `decompose`, in the ensemble's precision. It holds a copy of the ensemble, full or slim, in evaluation
-    mode.
+    nats, as of `decompose`, in the ensemble's precision. It holds copies of the members' ordinary layers, in evaluation mode,
+    and runs one member after the other, so that the batch may be of any size in what is exported.
 
     Examples:
         >>> net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
