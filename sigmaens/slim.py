@@ -407,7 +407,7 @@ class _SlimNorm(_Readied, SigmaNorm):
 
     @property
     def axis(self) -> int:
-        return -1 if isinstance(self.template, (nn.LayerNorm, nn.RMSNorm)) else 1
+        return _axis(self)
 
     def forward(self, x: Tensor) -> Tensor:
         m = _member()
@@ -734,7 +734,7 @@ class _Reading:
         open_zero = next((problem for child in norm.children() if (problem := self._zero(child))), None)
         if open_zero:
             return _Place(reason=f"its {open_zero}")
-        if not norm.native and type(norm.template).__name__ != "BatchNormAct2d":
+        if _axis(norm) is None:
             return _Place(reason=f"it is a {type(norm.template).__name__}")
         if len(norm.shape) > 1:
             return _Place(reason="it has gates in more than one dimension")
@@ -791,7 +791,7 @@ class _Reading:
 
     def _consumers(self, norm: SigmaNorm, node: fx.Node) -> tuple[tuple[str, ...], str]:
         dims = self.example.dims[norm]
-        axis = dims - 1 if isinstance(norm.template, (nn.LayerNorm, nn.RMSNorm)) else 1
+        axis = _axis(norm) % dims
         consumers: list[str] = []
         open_nodes = [(node, dims, axis)]
         while open_nodes:
@@ -901,6 +901,17 @@ class _Reading:
         }
 
 
+def _axis(norm: SigmaNorm) -> int | None:
+    """The dimension that holds the channels, or None for a norm that may do more than normalise and activate."""
+    if norm.native:
+        return -1 if isinstance(norm.template, (nn.LayerNorm, nn.RMSNorm)) else 1
+    kind = type(norm.template)
+    return _AXES_OF_TIMM.get(kind.__name__) if kind.__module__.startswith("timm.layers.") else None
+
+
+_AXES_OF_TIMM = {"BatchNormAct2d": 1, "LayerNorm": -1, "LayerNorm2d": 1, "GroupNorm": 1, "GroupNorm1": 1}
+
+
 def _gated_inside(module: nn.Module) -> bool:
     return any(isinstance(inner, _OWN) for inner in module.modules())
 
@@ -1005,8 +1016,8 @@ def with_uncertainty(ens: SigmaEnsemble) -> nn.Module:
     """Return a module for `torch.export` and ONNX: from inputs as of `ens` to probabilities and their uncertainty.
 
     Its outputs are the mean probabilities (B, K), and the total, aleatoric and modulation uncertainty, (B,) each, in
-    nats, as of `decompose`, in the ensemble's precision. It holds copies of the members' ordinary layers, in evaluation mode,
-    and runs one member after the other, so that the batch may be of any size in what is exported.
+    nats, as of `decompose`, in the ensemble's precision. It holds copies of the members' ordinary layers, in evaluation
+    mode, and runs one member after the other, so that the batch may be of any size in what is exported.
 
     Examples:
         >>> net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
