@@ -429,15 +429,21 @@ class _SlimNorm(_Readied, SigmaNorm):
         owned = {"weight": _pick(self.weight[m], channels)}
         owned["bias"] = None if self.bias is None else _pick(self.bias, channels)
         statistics = {} if self.running_mean is None else {n: getattr(self, n)[m] for n in _STATISTICS}
+        # Copies: the backward pass keeps them, and must not find that another member has written into their storage.
         picked = {name: _pick(tensor, channels) for name, tensor in statistics.items()}
+        if self.training and channels is None:
+            picked = {name: tensor.clone() for name, tensor in statistics.items()}
         if self.num_batches_tracked is not None:
             owned["num_batches_tracked"] = self.num_batches_tracked[m]
         stand_in = object.__new__(type(self.template))
         vars(stand_in).update(vars(self.template) | owned | picked, training=self.training)
         y = stand_in(x)
-        if self.training and channels is not None:
+        if self.training:
             for name, tensor in statistics.items():
-                tensor.index_copy_(0, channels, picked[name])
+                if channels is None:
+                    tensor.copy_(picked[name])
+                else:
+                    tensor.index_copy_(0, channels, picked[name])
         return y
 
     def member(self, m: int) -> nn.Module:
