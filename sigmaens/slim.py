@@ -1,0 +1,1038 @@
+"""Slim members: what closed gates silence is left out, so that an ensemble costs about what its open gates cost.
+
+A gate of zero without a shift makes its channel exactly zero, and so does any function with f(0) = 0 after it. The
+channel's rows in the layer before the norm and its columns in the layers after it then change nothing for that member.
+Which layers these are is read from a graph of the backbone (`torch.fx`), and only what the graph proves is left out.
+Pruning libraries such as Torch-Pruning cut one network for good; here every member has other channels in one set of
+shared weights, so they do not fit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import operator
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .ensemble import SigmaEnsemble, folded, replace
+from .layers import MemberHead, SigmaNorm
+
+__all__ = ["Cut", "SlimEnsemble", "slim", "with_uncertainty"]
+
+_OWN = (SigmaNorm, MemberHead)
+
+# Elementwise, each channel by itself; that 0 stays 0 is tried out.
+_POINTWISE = (
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.CELU, nn.SELU, nn.SiLU, nn.GELU, nn.Mish, nn.Hardswish),
+    *(nn.Sigmoid, nn.LogSigmoid, nn.Hardsigmoid, nn.Softplus, nn.Hardtanh, nn.Threshold),
+    *(nn.Tanh, nn.Tanhshrink, nn.Softsign, nn.Softshrink, nn.Hardshrink),
+)
+_POINTWISE_NAMES = (
+    *("relu", "relu6", "leaky_relu", "elu", "celu", "selu", "silu", "gelu", "mish", "hardswish"),
+    *("sigmoid", "logsigmoid", "hardsigmoid", "softplus", "hardtanh", "threshold"),
+    *("tanh", "tanhshrink", "softsign", "softshrink", "hardshrink"),
+)
+# Each channel by itself, and zeros stay zeros whatever the options.
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_POOLS = tuple(
+    getattr(nn, f"{kind}Pool{n}d") for kind in ("Max", "Avg", "AdaptiveAvg", "AdaptiveMax") for n in (1, 2, 3)
+)
+_DROPOUT_NAMES = ("dropout", "dropout1d", "dropout2d", "dropout3d")
+_POOL_NAMES = tuple(f"{kind}_pool{n}d" for kind in ("max", "avg", "adaptive_avg") for n in (1, 2, 3))
+
+
+class Cut(NamedTuple):
+    """What slimming does at one σNorm layer.
+
+    Attributes:
+        features: Gates C of a member.
+        kept: Gates that stay open, for each member. Of none, one channel runs on with a gate of 0.
+        producer: The layer whose rows (outputs) of closed channels are left out, or None.
+        consumers: The layers whose columns (inputs) of closed channels are left out.
+        reason: Why not more is left out, or "".
+    """
+
+    features: int
+    kept: tuple[int, ...]
+    producer: str | None
+    consumers: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What may be left out around a σNorm layer: see `Cut`."""
+
+    producer: str | None = None
+    consumers: tuple[str, ...] = ()
+    reason: str = ""
+
+    def __and__(self, other: _Place) -> _Place:
+        """What may be left out in both of two graphs."""
+        same = self.producer == other.producer, self.consumers == other.consumers
+        reasons = "; ".join(dict.fromkeys(reason for reason in (self.reason, other.reason) if reason))
+        return _Place(self.producer if same[0] else None, self.consumers if same[1] else (), reasons)
+
+
+class SlimEnsemble(SigmaEnsemble):
+    """An ensemble whose members run one after the other, each without the channels that its closed gates silence.
+
+    Made by `slim`. It holds the parameters of the ensemble under the same names, shared by the members, and for every
+    slimmed σNorm layer a mask `open` (M, C). Each member takes its rows and columns of the shared weights as it runs,
+    so gradients and running statistics arrive where those of the full pass do, and are the same. Layers before the
+    first σNorm run once.
+
+    `gates` counts closed gates as 0, and `member(m)` is an ordinary, narrower network. Files hold weights and masks:
+    `load` takes those of any slim ensemble of the same backbone and is slimmed in the file's way afterwards; a file of
+    the full ensemble is refused.
+
+    Shape: inputs with B rows to logits (B, M, K).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        raise TypeError("a SlimEnsemble is made from a SigmaEnsemble: see slim")
+
+    @classmethod
+    def _of(cls, ens: SigmaEnsemble, backbone: nn.Module, plan: _Plan) -> SlimEnsemble:
+        self = cls.__new__(cls)
+        nn.Module.__init__(self)
+        self.members, self.head, self.regularized = ens.members, ens.head, ens.regularized
+        self.backbone = backbone
+        self._places = plan.places
+        self._guarded = plan.guarded
+        self.training = ens.training
+        self.register_load_state_dict_post_hook(_follow_masks)
+        _follow_masks(self)
+        return self
+
+    @property
+    def report(self) -> dict[str, Cut]:
+        """What is left out at each σNorm layer, {layer name: `Cut`}."""
+        layers = self._layers()
+        return {
+            name: Cut(
+                layers[name].gamma.shape[1],
+                tuple(layers[name].opened().sum(1).tolist()),
+                place.producer,
+                place.consumers,
+                place.reason,
+            )
+            for name, place in self._places.items()
+        }
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the members' logits, shape (B, M, K). Arguments as for the full ensemble; none is repeated."""
+        return _one_by_one(self.backbone, self.members, args, kwargs, self._layers().values(), self._guarded)
+
+    def member(self, m: int) -> nn.Module:
+        """Return member `m` as an ordinary, narrower copy of the backbone with the same outputs.
+
+        Raises:
+            IndexError: if `m` is not in 0..M−1.
+        """
+        if isinstance(m, bool) or not 0 <= m < self.members:
+            raise IndexError(f"member {m} is not in 0..{self.members - 1}")
+        backbone = copy.deepcopy(self.backbone)
+        ordinary: dict[int, nn.Module] = {}
+        for name, module in dict(backbone.named_modules(remove_duplicate=False)).items():
+            if isinstance(module, (*_OWN, _Narrow)) and name != f"{self.head}.norm":
+                ordinary.setdefault(id(module), module.member(m))
+                backbone = replace(backbone, name, ordinary[id(module)])
+        return backbone
+
+    def change(
+        self, ens: SigmaEnsemble, *args: Any, labels: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, float | tuple[float, float]]:
+        """Measure, in evaluation mode, what slimming changed on inputs given as to `forward`.
+
+        Args:
+            ens: The full ensemble.
+            labels: Classes of the rows, (B,), of integers in 0..K−1.
+
+        Returns:
+            `absolute`, the largest change of a logit; `relative`, the same by the largest absolute logit before; and
+            with labels `accuracy` and `nll` (nats), each before and after.
+        """
+        from . import metrics
+
+        with torch.no_grad(), _evaluating(ens), _evaluating(self):
+            before, after = (model(*args, **kwargs).double().cpu() for model in (ens, self))
+        absolute = (after - before).abs().max().item()
+        largest = before.abs().max().item()
+        result: dict[str, float | tuple[float, float]] = {
+            "absolute": absolute,
+            "relative": absolute / largest if largest else float(absolute > 0),
+        }
+        if labels is not None:
+            probs = [logits.softmax(-1).mean(1) for logits in (before, after)]
+            labels = torch.as_tensor(labels).cpu()
+            result["accuracy"] = tuple(metrics.accuracy(p, labels) for p in probs)
+            result["nll"] = tuple(metrics.nll(p, labels) for p in probs)
+        return result
+
+    def load(self, path: str | os.PathLike) -> SlimEnsemble:
+        """Load a file written by `save` from an ensemble built alike, slimmed in whatever way, and return `self`.
+
+        The masks of the file replace the present ones. Errors: see `sigmaens.load`.
+        """
+        return super().load(path)
+
+    def __repr__(self) -> str:
+        report = self.report
+        lines = [f"SlimEnsemble of {type(self.backbone).__name__}: {self.members} members, head={self.head!r}"]
+        width = max(map(len, report), default=0)
+        for name, cut in report.items():
+            kept = ", ".join(map(str, cut.kept))
+            mark = "R" if name in self.regularized else " "
+            done = [f"rows of {cut.producer}"] if cut.producer else []
+            done += [f"columns of {name}" for name in cut.consumers]
+            what = " and ".join(done) or "nothing"
+            why = f" ({cut.reason})" if cut.reason else ""
+            lines.append(f"  {mark} {name:<{width}}  {kept} of {cut.features} open; left out: {what}{why}")
+        return "\n".join(lines)
+
+
+def slim(
+    ens: SigmaEnsemble, *inputs: Any, threshold: float = 0.01, share: bool = False, **named_inputs: Any
+) -> SlimEnsemble:
+    """Leave out, member by member, the channels whose gates are closed.
+
+    A gate counts as 0 if it is at most `threshold`, its channel has no shift β ≠ 0, and there is something to leave
+    out: the rows of the convolution or linear layer right before a BatchNorm, where nothing else reads them; the
+    columns of the ungrouped convolutions and linear layers after any norm, where everything that reads the norm is
+    such a layer, through functions with f(0) = 0, pooling, dropout and means. A norm before a sum, say, has zeros put
+    in the places of its closed channels. All other gates stay as they are. The outputs are those of the ensemble with
+    the gates that count as 0 set to 0, in evaluation and, but for what dropout draws, in training.
+
+    Args:
+        ens: The ensemble. It is copied, not changed.
+        inputs, named_inputs: Example inputs of a few rows, given as to `ens`, which runs on them once in evaluation
+            mode. The slim ensemble is to be called with arguments of the same kinds.
+        threshold: Largest gate that counts as closed, in [0, 1).
+        share: Keep the ensemble's own parameters and statistics instead of copies, so that training either trains
+            both and an optimiser goes on with its state.
+
+    Raises:
+        TypeError: if `ens` is no SigmaEnsemble, or slim already.
+        ValueError: if `threshold` is not in [0, 1).
+
+    Examples:
+        >>> block = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 5, 1), nn.Flatten())
+        >>> ens = SigmaEnsemble(block, members=2)
+        >>> with torch.no_grad():
+        ...     _ = ens.backbone[1].gamma.fill_(-torch.inf)[0, :2].zero_()
+        >>> slim(ens, torch.randn(1, 3, 1, 1))
+        SlimEnsemble of Sequential: 2 members, head=None
+          R 1  2, 0 of 8 open; left out: columns of 3 (layer '0' runs once for all members)
+    """
+    if not isinstance(ens, SigmaEnsemble):
+        raise TypeError(f"ens must be a SigmaEnsemble, not {type(ens).__name__}")
+    if isinstance(ens, SlimEnsemble):
+        raise TypeError("the ensemble is slim already: slim the full one")
+    if not 0 <= threshold < 1:
+        raise ValueError(f"threshold must be in [0, 1), not {threshold}")
+    tensors = itertools.chain(ens.backbone.parameters(), ens.backbone.buffers())
+    backbone = copy.deepcopy(ens.backbone, {id(tensor): tensor for tensor in tensors} if share else None)
+    modes = {module: module.training for module in backbone.modules()}
+    try:
+        plan = _plan(backbone, ens.members, inputs, named_inputs)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    for module in [module for module in backbone.modules() if isinstance(module, _OWN)]:
+        module.__class__ = _SlimNorm if isinstance(module, SigmaNorm) else _SlimHead
+    for name in (*plan.shared, *(n for p in plan.places.values() for n in (p.producer, *p.consumers) if n)):
+        layer = backbone.get_submodule(name)
+        layer.__class__ = _NARROW.get(type(layer), type(layer))
+        layer.shared = name in plan.shared
+    for name, place in plan.places.items():
+        if place.producer or place.consumers:
+            backbone.get_submodule(name).close(threshold)
+    return SlimEnsemble._of(ens, backbone, plan)
+
+
+# Running -------------------------------------------------------------------------------------------------------------
+
+
+class _Turn(threading.local):
+    """Whose turn it is in this thread, what layers that run once have returned, and whether members get copies."""
+
+    member: int | None = None
+    once: dict[nn.Module, Tensor] | None = None
+    guarded = False
+
+
+_TURN = _Turn()
+
+
+def _one_by_one(
+    backbone: nn.Module, members: int, args: Any, kwargs: Any, layers: Collection[nn.Module], guarded: bool
+) -> Tensor:
+    """Return the logits (B, M, K) of members that run one after the other.
+
+    Args:
+        guarded: Give each member its own copy of the inputs and of what layers that run once return, since the
+            backbone may write into them.
+    """
+    logits, once = [], {}
+    for m in range(members):
+        given = tree_map(_copied, (args, kwargs)) if guarded else (args, kwargs)
+        _TURN.member, _TURN.once, _TURN.guarded = m, once, guarded
+        try:
+            logits.append(folded(backbone, 1, *given, layers))
+        finally:
+            _TURN.member = _TURN.once = None
+    return logits[0] if members == 1 else torch.cat(logits, dim=1)
+
+
+def _once(layer: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return what a layer returned to the first member."""
+    if layer not in _TURN.once:
+        _TURN.once[layer] = run(x)
+    return _TURN.once[layer].clone() if _TURN.guarded else _TURN.once[layer]
+
+
+def _member() -> int:
+    if _TURN.member is None:
+        raise RuntimeError("the backbone of a SlimEnsemble runs for one member at a time: call the ensemble itself")
+    return _TURN.member
+
+
+def _pick(x: Tensor, channels: Tensor | None, axis: int = 0) -> Tensor:
+    """Take some channels, or all for None, in the memory format of `x`."""
+    if channels is None:
+        return x
+    if axis == 1 and _channels_last(x):
+        return x.movedim(1, -1).index_select(-1, channels).movedim(-1, 1)
+    return x.index_select(axis, channels)
+
+
+def _spread(x: Tensor, channels: Tensor | None, axis: int, features: int) -> Tensor:
+    """Put channels in their places among zeros: the opposite of `_pick`."""
+    if channels is None:
+        return x
+    if axis == 1 and _channels_last(x):
+        return _spread(x.movedim(1, -1), channels, x.dim() - 1, features).movedim(-1, 1)
+    shape = list(x.shape)
+    shape[axis] = features
+    return x.new_zeros(shape).index_copy_(axis, channels, x)
+
+
+def _channels_last(x: Tensor) -> bool:
+    return x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+
+
+class _Readied:
+    """A layer that, where no gradients are wanted, keeps each member's ordinary layer ready.
+
+    It is made again when a tensor of the layer was replaced or written to, or the mode changed; what is written
+    through `.data` goes unnoticed by torch and so here.
+    """
+
+    def train(self, mode: bool = True) -> nn.Module:
+        vars(self).pop("_ready", None)
+        return super().train(mode)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_ready"}
+
+    def ready(self, m: int) -> nn.Module | None:
+        """The ordinary layer of a member, or None where the shared tensors themselves must be used."""
+        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        sources = [t for t in (*self._parameters.values(), *self._buffers.values()) if t is not None]
+        try:
+            found = [(id(t), t._version, t.data_ptr()) for t in sources]
+        except RuntimeError:  # made in inference mode, which counts no versions
+            return None
+        cache = vars(self).setdefault("_ready", {})
+        layer, before, _ = cache.get(m, (None, None, None))
+        if found != before:
+            layer = self.member(m)
+            cache[m] = layer, found, sources  # which keeps the ids taken
+        return layer
+
+
+class _SlimNorm(_Readied, SigmaNorm):
+    """A σNorm that runs for one member at a time, without the channels that it has closed.
+
+    What a SigmaNorm becomes; set by `close` and `follow`:
+
+    Attributes:
+        open: Mask of the channels that are not closed, (M, C), or absent where nothing is left out.
+        picks, spreads: Whether all channels arrive, or are to leave.
+    """
+
+    picks = spreads = False
+
+    def close(self, threshold: float) -> None:
+        closed = self.gates.detach() <= threshold
+        if self.bias is not None:
+            closed &= self.bias == 0
+        self.register_buffer("open", ~closed)
+
+    def opened(self) -> Tensor:
+        """The mask (M, C)."""
+        return self._buffers["open"] if "open" in self._buffers else torch.ones_like(self.gamma, dtype=torch.bool)
+
+    def channels(self, m: int) -> Tensor | None:
+        """The channels that run for a member, or None for all."""
+        return self._buffers.get(f"channels{m}")
+
+    def follow(self, place: _Place) -> None:
+        """Take over what the mask says."""
+        self.picks = place.producer is None
+        self.spreads = not place.consumers
+        for m, mask in enumerate(self.opened()):
+            channels = mask.nonzero().flatten()
+            if not len(channels):  # a layer of no channels would be no ordinary layer
+                channels = torch.zeros(1, dtype=torch.long, device=mask.device)
+            self.register_buffer(f"channels{m}", None if mask.all() else channels, persistent=False)
+
+    @property
+    def gates(self) -> Tensor:
+        gates = torch.sigmoid(self.gamma)
+        return gates.where(self._buffers["open"], 0) if "open" in self._buffers else gates
+
+    @property
+    def axis(self) -> int:
+        return _axis(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        m = _member()
+        if ready := self.ready(m):
+            return ready(x)
+        channels = self.channels(m)
+        if not self.normalizes_batch:
+            y = self._slice(x, m, self.weight[m].view(self.shape))
+            return y if self.spreads else _pick(y, channels, self.axis)
+        if self.training and x.numel() == x.shape[1]:
+            raise ValueError(
+                f"BatchNorm cannot train on one value per channel and member (input {tuple(x.shape)}, "
+                f"{self.members} members): use batches of at least 2"
+            )
+        y = self._batch_norm(_pick(x, channels if self.picks else None, 1), m, channels)
+        return _spread(y, channels, 1, self.gamma.shape[1]) if self.spreads else y
+
+    def _batch_norm(self, x: Tensor, m: int, channels: Tensor | None) -> Tensor:
+        owned = {"weight": _pick(self.weight[m], channels)}
+        owned["bias"] = None if self.bias is None else _pick(self.bias, channels)
+        statistics = {} if self.running_mean is None else {n: getattr(self, n)[m] for n in _STATISTICS}
+        # Copies: the backward pass keeps them, and must not find that another member has written into their storage.
+        picked = {name: _pick(tensor, channels) for name, tensor in statistics.items()}
+        if self.training and channels is None:
+            picked = {name: tensor.clone() for name, tensor in statistics.items()}
+        if self.num_batches_tracked is not None:
+            owned["num_batches_tracked"] = self.num_batches_tracked[m]
+        stand_in = object.__new__(type(self.template))
+        vars(stand_in).update(vars(self.template) | owned | picked, training=self.training)
+        y = stand_in(x)
+        if self.training:
+            for name, tensor in statistics.items():
+                if channels is None:
+                    tensor.copy_(picked[name])
+                else:
+                    tensor.index_copy_(0, channels, picked[name])
+        return y
+
+    def member(self, m: int) -> nn.Module:
+        norm = super().member(m)
+        channels = self.channels(m)
+        if channels is None:
+            return norm
+        features = self.gamma.shape[1]
+        if not self.normalizes_batch:
+            return norm if self.spreads else nn.Sequential(norm, Pick(channels, self.axis, features))
+        for registry, kind in ((norm._parameters, nn.Parameter), (norm._buffers, lambda t: t)):
+            for name in ("weight", "bias", *_STATISTICS):
+                if registry.get(name) is not None:
+                    registry[name] = kind(_pick(registry[name].detach(), channels))
+        norm.num_features = len(channels)
+        before = [Pick(channels, 1, features)] if self.picks else []
+        after = [Spread(channels, 1, features)] if self.spreads else []
+        return nn.Sequential(*before, norm, *after).train(self.training) if before or after else norm
+
+
+_STATISTICS = ("running_mean", "running_var")
+
+
+class _SlimHead(MemberHead):
+    """A member head that runs for one member at a time: what a MemberHead becomes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        m = _member()
+        y = self.norm(x.flatten(0, -2))
+        return F.linear(y, self.weight[m], None if self.bias is None else self.bias[m]).unflatten(0, x.shape[:-1])
+
+
+class _Narrow(_Readied):
+    """A layer that takes a member's rows and columns of its weight: what a convolution or linear layer becomes.
+
+    Attributes:
+        shared: Whether it runs once for all members.
+    """
+
+    shared = False
+
+    def follow(self, side: str, norm: _SlimNorm) -> None:
+        """Have the rows or columns that a norm has channels."""
+        for m in range(norm.members):
+            self.register_buffer(f"{side}{m}", norm.channels(m), persistent=False)
+
+    def narrowed(self, m: int) -> tuple[Tensor, Tensor | None]:
+        """The weight and shift of a member."""
+        rows, columns = (self._buffers.get(f"{side}{m}") for side in ("rows", "columns"))
+        return _pick(_pick(self.weight, rows), columns, 1), None if self.bias is None else _pick(self.bias, rows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        m = _member()
+        if not self.shared:
+            ready = self.ready(m)
+            return ready(x) if ready else self.apply_to(x, *self.narrowed(m))
+        return _once(self, x, lambda x: self.apply_to(x, self.weight, self.bias))
+
+    def member(self, m: int) -> nn.Module:
+        """Return an ordinary layer."""
+        weight, bias = self.narrowed(m)
+        layer = copy.copy(self)
+        layer.__class__ = next(kind for kind, narrow in _NARROW.items() if narrow is type(self))
+        layer._buffers, layer._non_persistent_buffers_set = {}, set()
+        tensors = {"weight": weight, "bias": bias}
+        layer._parameters = {n: None if t is None else nn.Parameter(t.detach().clone()) for n, t in tensors.items()}
+        if _channels_last(self.weight):
+            layer.to(memory_format=torch.channels_last)
+        sizes = ("out_features", "in_features") if isinstance(layer, nn.Linear) else ("out_channels", "in_channels")
+        vars(layer).update(zip(sizes, weight.shape, strict=False))
+        vars(layer).pop("shared")
+        return layer
+
+
+class _NarrowConv1d(_Narrow, nn.Conv1d):
+    def apply_to(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self._conv_forward(x, weight, bias)
+
+
+class _NarrowConv2d(_Narrow, nn.Conv2d):
+    apply_to = _NarrowConv1d.apply_to
+
+
+class _NarrowConv3d(_Narrow, nn.Conv3d):
+    apply_to = _NarrowConv1d.apply_to
+
+
+class _NarrowLinear(_Narrow, nn.Linear):
+    def apply_to(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+
+_NARROW = {
+    nn.Conv1d: _NarrowConv1d,
+    nn.Conv2d: _NarrowConv2d,
+    nn.Conv3d: _NarrowConv3d,
+    nn.Linear: _NarrowLinear,
+}
+
+
+class Pick(nn.Module):
+    """Take some of the channels along an axis."""
+
+    def __init__(self, channels: Tensor, axis: int, features: int):
+        super().__init__()
+        self.register_buffer("channels", channels.clone())
+        self.axis, self.features = axis, features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _pick(x, self.channels, self.axis)
+
+    def extra_repr(self) -> str:
+        return f"{len(self.channels)} of {self.features}"
+
+
+class Spread(Pick):
+    """Put channels in their places among zeros."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _spread(x, self.channels, self.axis, self.features)
+
+
+def _follow_masks(ens: SlimEnsemble, incompatible: object = None) -> None:
+    """Have every layer run the channels that the masks say; after loading, those of the file."""
+    for name, place in ens._places.items():
+        norm = ens.backbone.get_submodule(name)
+        if "open" not in norm._buffers:
+            continue
+        norm.follow(place)
+        for side, layers in (("rows", [place.producer] if place.producer else []), ("columns", place.consumers)):
+            for layer in layers:
+                ens.backbone.get_submodule(layer).follow(side, norm)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+# Reading the backbone -------------------------------------------------------------------------------------------------
+
+
+class _Plan(NamedTuple):
+    """What may be left out, by σNorm layer; which layers run once; whether members need copies of common tensors."""
+
+    places: dict[str, _Place]
+    shared: set[str]
+    guarded: bool
+
+
+def _plan(net: nn.Module, members: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Plan:
+    """Read from a backbone what may be left out, in evaluation and in training alike. Its modes are changed."""
+    hooked = {module for module in net.modules() if module._forward_hooks or module._forward_pre_hooks}
+    example = _Example(net, members, args, kwargs)
+    readings = [_Reading(net.train(training), example, hooked) for training in (False, True)]
+    places, others = ({name: reading.place(name) for name in reading.norms} for reading in readings)
+    shared = readings[0].shared & readings[1].shared
+    guarded = any(reading.writes for reading in readings)
+    return _Plan({name: place & others[name] for name, place in places.items()}, shared, guarded)
+
+
+class _Example:
+    """How the modules are called when a backbone runs on the example inputs.
+
+    Attributes:
+        calls: For each module with σNorm layers inside, the arguments of its last call, tensors without values.
+        count: How often each module is called.
+        dims: Dimensions of what each σNorm layer normalises.
+    """
+
+    def __init__(self, net: nn.Module, members: int, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self.count: Counter[nn.Module] = Counter()
+        self.dims: dict[nn.Module, int] = {}
+
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.count[module] += 1
+            if isinstance(module, SigmaNorm):
+                self.dims[module] = args[0].dim()
+            elif _gated_inside(module):
+                self.calls[module] = tree_map(lambda t: t.new_empty(()) if isinstance(t, Tensor) else t, (args, kwargs))
+
+        net.eval()
+        handles = [m.register_forward_pre_hook(note, with_kwargs=True) for m in net.modules()]
+        try:
+            with torch.no_grad():
+                folded(net, members, args, kwargs, [m for m in net.modules() if isinstance(m, SigmaNorm)])
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class _Tracer(fx.Tracer):
+    """Trace a call of a module down to σNorm layers, member heads and whatever has neither inside."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        super().__init__(param_shapes_constant=True)
+        self.call = args, kwargs
+
+    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+        if isinstance(module, _OWN):
+            return True
+        return not _gated_inside(module) and (
+            super().is_leaf_module(module, name) or not any(True for _ in module.children())
+        )
+
+    def create_args_for_root(self, root_fn, is_module, concrete_args=None):
+        """Every tensor of the call becomes an input of the graph; anything else is as in the call."""
+        number = itertools.count()
+
+        def hold(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return self.create_proxy("placeholder", f"input{next(number)}", (), {})
+            if leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device)):
+                return leaf
+            raise TypeError(f"it takes a {type(leaf).__name__}")
+
+        args, kwargs = tree_map(hold, self.call)
+        return (lambda *given: root_fn(*given, **kwargs)), [self.root, *args]
+
+
+class _Reading:
+    """What the graphs of a backbone, in its present mode, prove.
+
+    The backbone is one graph if it can be traced; else its children are, as far down as needed.
+
+    Attributes:
+        norms: The σNorm layers by name.
+        shared: Names of layers that depend on no member and may run once.
+        writes: Whether the backbone writes, or may write, into its inputs or what else depends on no member.
+    """
+
+    def __init__(self, net: nn.Module, example: _Example, hooked: set[nn.Module]):
+        self.net = net
+        self.example = example
+        self.hooked = hooked
+        self.norms = {name: m for name, m in net.named_modules() if isinstance(m, SigmaNorm)}
+        self.names = {module: name for name, module in net.named_modules()}
+        self.failures: list[tuple[str, str]] = []
+        self.modules: dict[fx.Node, nn.Module] = {}
+        self.calls: dict[nn.Module, list[fx.Node]] = {}
+        self.direct: set[nn.Module] = set()
+        graphs = list(self._trace(net))
+        for prefix, graph in graphs:
+            for node in graph.nodes:
+                if node.op == "call_module":
+                    module = self.modules[node] = net.get_submodule(_join(prefix, node.target))
+                    self.calls.setdefault(module, []).append(node)
+                elif node.op == "get_attr":
+                    self.direct.add(net.get_submodule(_join(prefix, node.target).rpartition(".")[0]))
+        self.shared: set[str] = set()
+        self.writes = True
+        if graphs and graphs[0][0] == "":
+            self._share(graphs[0][1])
+
+    def _trace(self, module: nn.Module) -> Iterator[tuple[str, fx.Graph]]:
+        name = self.names[module]
+        if self.example.count[module] == 1:
+            try:
+                yield name, _Tracer(*self.example.calls[module]).trace(module)
+                return
+            # Any code of a backbone may fail in any way when it is traced.
+            except Exception as error:
+                first = (str(error).strip() or "no message").splitlines()[0]
+                self.failures.append((name, f"cannot be traced ({type(error).__name__}: {first})"))
+        else:
+            self.failures.append((name, f"is called {self.example.count[module]} times"))
+        for child in module.children():
+            if not isinstance(child, _OWN) and _gated_inside(child):
+                yield from self._trace(child)
+
+    def place(self, name: str) -> _Place:
+        """Tell what may be left out around a σNorm layer."""
+        norm = self.norms[name]
+        nodes = self.calls.get(norm, [])
+        if name not in self.norms or any(isinstance(p, MemberHead) for p in self._parents(name)):
+            return _Place(reason="its member head has weights of the member's own only")
+        if not nodes:
+            inside = [f for f in self.failures if f[0] == "" or name.startswith(f"{f[0]}.")]
+            where, why = inside[-1] if inside else ("", "does not call it")
+            return _Place(reason=f"{self._called(where)} {why}")
+        if problem := self._several(norm):
+            return _Place(reason=f"it {problem}")
+        open_zero = next((problem for child in norm.children() if (problem := self._zero(child))), None)
+        if open_zero:
+            return _Place(reason=f"its {open_zero}")
+        if _axis(norm) is None:
+            return _Place(reason=f"it is a {type(norm.template).__name__}")
+        if len(norm.shape) > 1:
+            return _Place(reason="it has gates in more than one dimension")
+        (node,) = nodes
+        producer, missing = self._producer(norm, node)
+        consumers, blocker = self._consumers(norm, node)
+        return _Place(producer, consumers, "; ".join(reason for reason in (missing, blocker) if reason))
+
+    def _parents(self, name: str) -> Iterator[nn.Module]:
+        parts = name.split(".")
+        return (self.net.get_submodule(".".join(parts[:i])) for i in range(len(parts)))
+
+    def _called(self, name: str) -> str:
+        return f"layer {name!r}" if name else "the backbone"
+
+    def _several(self, module: nn.Module) -> str | None:
+        times = max(len(self.calls[module]), self.example.count[module])
+        if times != 1:
+            return f"is called {times} times"
+        return "has hooks" if module in self.hooked else None
+
+    def _layer(self, node: fx.Node) -> str | None:
+        """Tell why the layer of a node cannot have fewer rows or columns."""
+        module = self.modules[node]
+        name = self._called(self.names[module])
+        if type(module) not in _NARROW:
+            return f"{name} is a {type(module).__name__}"
+        if getattr(module, "groups", 1) > 1:
+            return f"{name} has {module.groups} groups"
+        if problem := self._several(module):
+            return f"{name} {problem}"
+        if module in self.direct:
+            return f"the weight of {name} is read elsewhere"
+        return None
+
+    def _producer(self, norm: SigmaNorm, node: fx.Node) -> tuple[str | None, str]:
+        before = node.args[0] if node.args else None
+        if not norm.normalizes_batch:
+            return None, "it needs all channels for its statistics"
+        if not isinstance(before, fx.Node) or before.op != "call_module":
+            return None, f"it follows {self._what(before)}"
+        if problem := self._layer(before):
+            return None, problem
+        layer = self.modules[before]
+        name = self._called(self.names[layer])
+        if self.names[layer] in self.shared:
+            return None, f"{name} runs once for all members"
+        others = [user for user in before.users if user is not node]
+        if others:
+            return None, f"{self._what(others[0])} reads {name} too"
+        if isinstance(layer, nn.Linear) and self.example.dims[norm] != 2:
+            return None, f"the channels of {name} are not the norm's"
+        return self.names[layer], ""
+
+    def _consumers(self, norm: SigmaNorm, node: fx.Node) -> tuple[tuple[str, ...], str]:
+        dims = self.example.dims[norm]
+        axis = _axis(norm) % dims
+        consumers: list[str] = []
+        open_nodes = [(node, dims, axis)]
+        while open_nodes:
+            node, dims, axis = open_nodes.pop()
+            for user in node.users:
+                if user.args[:1] != (node,) or node in tree_leaves((user.args[1:], user.kwargs)):
+                    return (), f"{self._what(user)} reads it"
+                passed = self._passes(user, dims, axis)
+                if isinstance(passed, tuple):
+                    open_nodes.append((user, *passed))
+                    continue
+                if passed or user.op != "call_module":
+                    return (), passed or f"{self._what(user)} reads it"
+                if problem := self._layer(user):
+                    return (), problem
+                layer = self.modules[user]
+                if axis != (dims - 1 if isinstance(layer, nn.Linear) else 1):
+                    return (), f"the columns of {self._called(self.names[layer])} are not the norm's channels"
+                consumers.append(self.names[layer])
+        return (tuple(consumers), "") if consumers else ((), "nothing reads it")
+
+    def _passes(self, node: fx.Node, dims: int, axis: int) -> tuple[int, int] | str | None:
+        """Tell whether zeros stay zeros, channel by channel: the new dimensions and axis, or why not, or None."""
+        options = tree_leaves((node.args[1:], node.kwargs))
+        if any(isinstance(option, fx.Node) for option in options):
+            return None
+        module = self.modules.get(node)
+        if module is not None:
+            if module in self.hooked:
+                return f"layer {self.names[module]!r} has hooks"
+            if isinstance(module, _POOLS):
+                spatial = int(type(module).__name__[-2])
+                indices = getattr(module, "return_indices", False)
+                return (dims, axis) if axis == 1 and dims == spatial + 2 and not indices else None
+            if not _channelwise(module):
+                return None
+            problem = self._zero(module)
+            return f"{problem}" if problem else (dims, axis)
+        if node.op not in ("call_function", "call_method"):
+            return None
+        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+        if node.op == "call_function" and node.target not in (getattr(F, name, None), getattr(torch, name, None)):
+            return None
+        base = name.removesuffix("_")
+        if base in (*_DROPOUT_NAMES, "contiguous", "clone"):
+            return dims, axis
+        if base in _POOL_NAMES and not node.kwargs.get("return_indices", False):
+            return (dims, axis) if axis == 1 and dims == int(base[-2]) + 2 else None
+        if base == "mean":
+            return _mean(node, dims, axis)
+        if base in _POINTWISE_NAMES:
+            zero = torch.zeros(1)
+            function = node.target if node.op == "call_function" else getattr(Tensor, name)
+            if function(zero, *node.args[1:], **node.kwargs).item() != 0:
+                return f"{name} does not map 0 to 0"
+            return dims, axis
+        return None
+
+    def _zero(self, module: nn.Module) -> str | None:
+        """Tell why a module is not known to act on each channel by itself and to map 0 to 0."""
+        name = self._called(self.names[module])
+        if not _channelwise(module):
+            return f"{name} is a {type(module).__name__}"
+        if isinstance(module, nn.Identity) or _drops(module):
+            return None
+        like = next(module.parameters(), torch.zeros(1))
+        with torch.no_grad():
+            value = type(module).forward(module, like.new_zeros(1))
+        return None if value.item() == 0 else f"{name} ({type(module).__name__}) does not map 0 to 0"
+
+    def _what(self, node: Any) -> str:
+        if not isinstance(node, fx.Node):
+            return "an argument"
+        if node.op == "call_module":
+            module = self.modules[node]
+            return f"{self._called(self.names[module])} ({type(module).__name__})"
+        if node.op == "placeholder":
+            return "an input"
+        if node.op == "output":
+            return "the output"
+        return f"{getattr(node.target, '__name__', node.target)}"
+
+    def _share(self, graph: fx.Graph) -> None:
+        """Find the layers that depend on no member."""
+        self.writes = False
+        same: set[fx.Node] = set()
+        for node in graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                same.add(node)
+                continue
+            alike = all(parent in same for parent in node.all_input_nodes)
+            module = self.modules.get(node)
+            if module is not None:
+                fixed = _channelwise(module) and not _drops(module)
+                alike &= fixed or type(module) in _NARROW or type(module) in _POOLS
+            else:
+                alike &= not any(word in str(node.target) for word in ("drop", "rand", "bernoulli", "normal"))
+            self.writes |= _writes(node, module) and any(parent in same for parent in node.all_input_nodes)
+            if alike and node.op != "output":
+                same.add(node)
+        self.shared = {
+            self.names[module]
+            for node in same
+            if (module := self.modules.get(node)) is not None
+            and type(module) in _NARROW
+            and self._several(module) is None
+        }
+
+
+def _axis(norm: SigmaNorm) -> int | None:
+    """The dimension that holds the channels, or None for a norm that may do more than normalise and activate."""
+    if norm.native:
+        return -1 if isinstance(norm.template, (nn.LayerNorm, nn.RMSNorm)) else 1
+    kind = type(norm.template)
+    return _AXES_OF_TIMM.get(kind.__name__) if kind.__module__.startswith("timm.layers.") else None
+
+
+_AXES_OF_TIMM = {"BatchNormAct2d": 1, "LayerNorm": -1, "LayerNorm2d": 1, "GroupNorm": 1, "GroupNorm1": 1}
+
+
+def _gated_inside(module: nn.Module) -> bool:
+    return any(isinstance(inner, _OWN) for inner in module.modules())
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def _channelwise(module: nn.Module) -> bool:
+    kind = type(module)
+    if kind is nn.PReLU:
+        return module.num_parameters == 1
+    if kind in _POINTWISE or kind is nn.Identity or _drops(module):
+        return True
+    return kind.__module__.startswith("timm.layers.activations")
+
+
+def _drops(module: nn.Module) -> bool:
+    return type(module) in _DROPOUTS or type(module).__name__ == "DropPath"
+
+
+def _writes(node: fx.Node, module: nn.Module | None) -> bool:
+    """Tell whether a node writes into what it reads."""
+    if module is not None:
+        known = type(module).__module__.split(".")[0] in ("torch", "timm", "torchvision", "sigmaens")
+        return not known or getattr(module, "inplace", False)
+    name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
+    # A graph shows x += 1 as x + 1.
+    augmented = node.op == "call_function" and hasattr(operator, f"i{name}") and node.target is getattr(operator, name)
+    return (
+        augmented
+        or name == "setitem"
+        or (name.endswith("_") and not name.endswith("__"))
+        or node.kwargs.get("inplace", False)
+        or node.kwargs.get("out") is not None
+        or (name in (*_POINTWISE_NAMES, *_DROPOUT_NAMES) and any(arg is True for arg in node.args))
+    )
+
+
+def _mean(node: fx.Node, dims: int, axis: int) -> tuple[int, int] | None:
+    """Follow the channels through a mean over other dimensions."""
+    names = ("dim", "keepdim")
+    given = dict(zip(names, node.args[1:], strict=False)) | {n: v for n, v in node.kwargs.items() if n in names}
+    over = given.get("dim")
+    over = (over,) if isinstance(over, int) else over
+    if not isinstance(over, (tuple, list)) or not over:
+        return None
+    over = {d % dims for d in over}
+    if axis in over or 0 in over:
+        return None
+    if given.get("keepdim", False):
+        return dims, axis
+    return dims - len(over), axis - sum(d < axis for d in over)
+
+
+# Export ---------------------------------------------------------------------------------------------------------------
+
+
+class _ByTurn(nn.Module):
+    """The ordinary layers of the members in the place of one for all, or a single one that runs once."""
+
+    def __init__(self, layer: SigmaNorm | MemberHead | _Narrow, members: int):
+        super().__init__()
+        self.shared = getattr(layer, "shared", False)
+        self.layers = nn.ModuleList(layer.member(m) for m in range(1 if self.shared else members))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _once(self, x, self.layers[0]) if self.shared else self.layers[_member()](x)
+
+
+class _WithUncertainty(nn.Module):
+    def __init__(self, ens: SigmaEnsemble):
+        super().__init__()
+        backbone = copy.deepcopy(ens.backbone).eval()
+        made: dict[int, nn.Module] = {}
+        for name, module in dict(backbone.named_modules(remove_duplicate=False)).items():
+            if isinstance(module, (*_OWN, _Narrow)) and name != f"{ens.head}.norm":
+                made.setdefault(id(module), _ByTurn(module, ens.members))
+                backbone = replace(backbone, name, made[id(module)])
+        self.backbone, self.members = backbone, ens.members
+        self.guarded = getattr(ens, "_guarded", True)
+        self.eval()
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        logits = _one_by_one(self.backbone, self.members, args, kwargs, (), self.guarded)
+        log = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        probs = log.exp()
+        mean = probs.mean(1)
+        # Not the logarithm of the mean, which underflows.
+        log_mean = log.logsumexp(1) - torch.log(torch.tensor(float(log.shape[1]), dtype=log.dtype, device=log.device))
+
+        def expected(probs: Tensor, values: Tensor) -> Tensor:
+            return torch.where(probs > 0, probs * values, 0).sum(-1)
+
+        total = -expected(mean, log_mean)
+        aleatoric = -expected(probs, log).mean(1)
+        modulation = expected(probs, log - log_mean.unsqueeze(1)).mean(1).clamp(min=0)
+        return mean, total, aleatoric, modulation
+
+
+def with_uncertainty(ens: SigmaEnsemble) -> nn.Module:
+    """Return a module for `torch.export` and ONNX: from inputs as of `ens` to probabilities and their uncertainty.
+
+    Its outputs are the mean probabilities (B, K), and the total, aleatoric and modulation uncertainty, (B,) each, in
+    nats, as of `decompose`, in the ensemble's precision. It holds copies of the members' ordinary layers, in evaluation
+    mode, and runs one member after the other, so that the batch may be of any size in what is exported.
+
+    Examples:
+        >>> net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+        >>> mean, total, aleatoric, modulation = with_uncertainty(SigmaEnsemble(net, members=4))(torch.randn(5, 8))
+        >>> mean.shape, total.shape
+        (torch.Size([5, 3]), torch.Size([5]))
+        >>> torch.allclose(total, aleatoric + modulation, atol=1e-6)
+        True
+    """
+    if not isinstance(ens, SigmaEnsemble):
+        raise TypeError(f"ens must be a SigmaEnsemble or SlimEnsemble, not {type(ens).__name__}")
+    return _WithUncertainty(ens)
