@@ -13,3 +13,12 @@ settings.load_profile("repeatable")
 def seed():
     """Every test draws the same random numbers, alone or among others."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def one_thread():
+    """Threads that wait for each other take longer than one, on machines with other work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -161,6 +161,16 @@ def test_results_that_changed_fail(project, capsys, metrics, message):
     assert out.endswith("digits: 2 files, 4 values, 1 disagreements\n")
 
 
+def test_notebooks_named_are_the_committed_ones_of_profiles_that_are_on(project, capsys):
+    for name in ("digits/claims/14", "method/00", "fashion/claims/14"):
+        write_json(project / f"results/{name}.ipynb", {})
+    git(project, "add", ".")
+    git(project, "commit", "-qm", "notebooks")
+    write_json(project / "results/digits/claims/15.ipynb", {})
+    assert check.main(["--notebooks"]) == 0
+    assert capsys.readouterr().out.split() == ["results/method/00.ipynb", "results/digits/claims/14.ipynb"]
+
+
 def test_nothing_to_compare_is_a_failure(project, capsys):
     (project / "params.yaml").write_text("profiles: {all: [digits, fashion]}\ntolerances: {default: 0}\n")
     write_json(project / "results/fashion/claims/metrics.json", {"rho": 1})

@@ -4,18 +4,10 @@ import json
 import re
 
 import pytest
-import torch
 
 from sigmaens import paths, readme
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads that wait for each other take longer than one, on machines with other work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

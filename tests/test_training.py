@@ -630,9 +630,18 @@ def test_prediction_puts_sentences_back_in_their_order_and_reads_little_padding(
     assert tokens <= sum(model.backbone.read) < 1.3 * tokens < 0.9 * 2 * inputs.size
 
 
-def test_conversion_error_is_that_of_the_worst_member():
-    dataset, net = sentences(), Reader()
+def test_conversion_error_is_that_of_the_worst_member(monkeypatch):
+    dataset, net, convert = sentences(), Reader(), SigmaEnsemble.from_pretrained
     assert training.conversion_error(net, dataset, 3) < 1e-6
+
+    def spoiled(*arguments):
+        ens = convert(*arguments)
+        with torch.no_grad():
+            ens.backbone.norm.gamma[1] -= 3
+        return ens
+
+    monkeypatch.setattr(SigmaEnsemble, "from_pretrained", spoiled)
+    assert training.conversion_error(net, dataset, 3) > 0.1
 
 
 def test_a_method_may_have_a_recipe_of_its_own():

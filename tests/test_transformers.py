@@ -14,14 +14,7 @@ import sigmaens as sn
 from sigmaens import SigmaEnsemble, backbones, paths
 from sigmaens.layers import SigmaNorm, is_supported_norm
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads that wait for each other take longer than one, on machines with other work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # Small networks, with random weights and without dropout
