@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .ensemble import SigmaEnsemble, folded
 from .peers import MIMO, BatchEnsemble, FiLMEnsemble, LoRAEnsemble, Masksembles, MCDropout, PackedEnsemble
 
-__all__ = ["METHODS", "PEERS", "DeepEnsemble", "build"]
+__all__ = ["METHODS", "PEERS", "DeepEnsemble", "build", "sigma_settings"]
 
 PEERS = {
     "mc_dropout": MCDropout,
@@ -23,7 +23,7 @@ PEERS = {
     "packed_ensembles_gamma2": PackedEnsemble,
     "lora_ensemble": LoRAEnsemble,
 }
-METHODS = ("single", "deep_ensembles", "sigma", "finetune", *PEERS)
+METHODS = ("single", "deep_ensembles", "sigma", "sigma_slim", "finetune", *PEERS)
 
 
 class DeepEnsemble(nn.Module):
@@ -58,8 +58,8 @@ def build(method: str, backbone: Callable[[], nn.Module], settings: dict[str, An
         return DeepEnsemble([backbone()])
     if method == "deep_ensembles":
         return DeepEnsemble(backbone() for _ in range(settings["members"]))
-    if method in ("sigma", "finetune"):
-        sigma = settings["sigma"]
+    if method in ("sigma", "sigma_slim", "finetune"):
+        sigma = sigma_settings(method, settings)
         pretrained = method == "finetune" or sigma.get("pretrained", False)
         make = SigmaEnsemble.from_pretrained if pretrained else SigmaEnsemble
         return make(backbone(), settings["members"], head=settings["head"], regularize=sigma["regularize"])
@@ -74,3 +74,16 @@ def build(method: str, backbone: Callable[[], nn.Module], settings: dict[str, An
     if peer in (MIMO, PackedEnsemble, LoRAEnsemble):
         options["head"] = settings["head"]
     return peer(backbone(), settings["members"], **options)
+
+
+def sigma_settings(method: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return a profile's settings of a σN-Ens: the block `sigma`, changed for `sigma_slim` by the block `slim`.
+
+    Raises:
+        ValueError: if the profile has no slim members.
+    """
+    if method != "sigma_slim":
+        return settings["sigma"]
+    if not settings.get("slim"):
+        raise ValueError("method 'sigma_slim' needs the settings of `slim`, which this profile does not have")
+    return {**settings["sigma"], **settings["slim"]}

@@ -41,6 +41,7 @@ _METHODS = {
     "packed_ensembles_gamma2": ("Packed-Ensembles γ=2", 1, "p"),
     "lora_ensemble": ("LoRA-Ensemble", 6, ">"),
     "sigma": ("σN-Ens", 3, "o"),
+    "sigma_slim": ("σN-Ens slim", 9, "*"),
     "finetune": ("σN-Ens FineTune", 2, "v"),
 }
 LABELS = {method: name for method, (name, _, _) in _METHODS.items()}
@@ -102,14 +103,23 @@ def history(table: pd.DataFrame) -> None:
     """Draw cross-entropy and penalty over epochs, a line for each seed (mean over the members trained on their own).
 
     Args:
-        table: Columns `seed`, `epoch`, `cross_entropy` and `penalty`, as `training.fit` keeps them.
+        table: Columns `seed`, `epoch`, `cross_entropy` and `penalty`, as `training.fit` keeps them; where there are,
+            the shares of the gates too.
     """
-    _, axes = plt.subplots(1, 2, figsize=(7.5, 2.6))
-    for axis, part in zip(axes, ("cross_entropy", "penalty"), strict=True):
+    gated = "closed" in table
+    _, axes = plt.subplots(1, 2 + gated, figsize=(7.5 + 3 * gated, 2.6))
+    for axis, part in zip(axes, ("cross_entropy", "penalty"), strict=False):
         for seed, rows in table.groupby("seed"):
             axis.plot(rows.groupby("epoch")[part].mean(), label=f"seed {seed}")
         axis.set(xlabel="epoch", ylabel="nats", title=part.replace("_", "-"))
     axes[0].legend()
+    if gated:
+        names = {"closed": "closed", "between": "in between", "slim": "left out"}
+        for (name, label), line in zip(names.items(), ("-", "--", ":"), strict=True):
+            for color, (_, rows) in zip(PALETTE, table.groupby("seed"), strict=False):
+                axes[2].plot(rows["epoch"], rows[name], line, color=color, label=label if color == PALETTE[0] else None)
+        axes[2].set(xlabel="epoch", ylabel="share of the gates", title="regularised gates", ylim=(-0.03, 1.03))
+        axes[2].legend()
 
 
 def gate_matrix(axes: Axes, gates: Tensor) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["clean", "data", "load_params", "notebooks", "parse_yaml", "results", "root", "settings", "state"]
+__all__ = ["clean", "data", "load_params", "merge", "notebooks", "parse_yaml", "results", "root", "settings", "state"]
 
 
 def root() -> Path:
@@ -72,3 +73,16 @@ def settings(profile: str) -> dict[str, Any]:
     if profile not in blocks:
         raise KeyError(f"profile {profile!r} has no settings in params.yaml; there are {sorted(blocks)}")
     return blocks[profile]
+
+
+def merge(block: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a block of settings with changes, which go down into nested blocks.
+
+    >>> merge({"sigma": {"tau": 0.1, "weight": 0.01}, "members": 4}, {"sigma": {"tau": 5.0}})
+    {'sigma': {'tau': 5.0, 'weight': 0.01}, 'members': 4}
+    """
+    merged = {**block, **changes}
+    for key in block.keys() & changes.keys():
+        if isinstance(block[key], Mapping) and isinstance(changes[key], Mapping):
+            merged[key] = merge(block[key], changes[key])
+    return merged

@@ -16,7 +16,7 @@ import operator
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .ensemble import SigmaEnsemble, folded, replace
 from .layers import MemberHead, SigmaNorm
 
-__all__ = ["Cut", "SlimEnsemble", "slim", "with_uncertainty"]
+__all__ = ["Cut", "Settling", "SlimEnsemble", "close", "slim", "with_uncertainty"]
 
 _OWN = (SigmaNorm, MemberHead)
 
@@ -260,6 +260,95 @@ def slim(
         if place.producer or place.consumers:
             backbone.get_submodule(name).close(threshold)
     return SlimEnsemble._of(ens, backbone, plan)
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Settling:
+    """When the regularised gates count as settled, so that training may go on with a slim ensemble.
+
+    That is when some are closed, and for `patience` epochs none has crossed `threshold` in either direction. Which
+    member owns a channel is then decided, as long as the loss and the learning rate keep their nature.
+
+    Args:
+        threshold: Largest gate that counts as closed, in (0, 1).
+        patience: Epochs ≥ 1.
+
+    Examples:
+        >>> rule = Settling(patience=1)
+        >>> before = {"layer": torch.tensor([[0.90, 0.2], [0.30, 0.7]])}
+        >>> after = {"layer": torch.tensor([[0.99, 0.0], [0.00, 0.6]])}
+        >>> rule.observe(before, after)
+        {'closed': 0.5, 'between': 0.25, 'crossed': 0.5, 'moved': 0.0}
+    """
+
+    threshold: float = 0.01
+    patience: int = 3
+
+    def __post_init__(self) -> None:
+        if (
+            isinstance(self.threshold, bool)
+            or not isinstance(self.threshold, (int, float))
+            or not 0 < self.threshold < 1
+        ):
+            raise ValueError(f"threshold must be a number in (0, 1), not {self.threshold!r}")
+        if isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 1:
+            raise ValueError(f"patience must be an integer ≥ 1, not {self.patience!r}")
+
+    @staticmethod
+    def gates(model: nn.Module) -> dict[str, Tensor] | None:
+        """Return copies of the regularised gates, {layer name: (M, C)}; None for a model without any."""
+        if not isinstance(model, SigmaEnsemble):
+            return None
+        return {name: gates.detach().clone() for name, gates in model.regularized_gates().items()}
+
+    def observe(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, float]:
+        """Compare the gates {layer name: (M, C)} before and after an epoch.
+
+        Returns:
+            Shares of the gates that are `closed`, lie `between` the threshold and 1 − threshold, and have `crossed`
+            the threshold; and the share of the channels that `moved`: another member now has the largest gate.
+        """
+        old, new = (torch.cat(list(gates.values()), dim=1) for gates in (before, after))
+        closed = new <= self.threshold
+        # Where all are closed nobody owns the channel, and the first of equal gates says nothing.
+        moved = (old.argmax(0) != new.argmax(0)) & (new.amax(0) > self.threshold)
+        shares = {
+            "closed": closed,
+            "between": ~closed & (new < 1 - self.threshold),
+            "crossed": closed != (old <= self.threshold),
+            "moved": moved,
+        }
+        return {name: share.double().mean().item() for name, share in shares.items()}
+
+    def settled(self, history: Sequence[Mapping[str, float]]) -> bool:
+        """Tell whether after these epochs gates have settled that are closed and not yet left out.
+
+        Args:
+            history: For each epoch what `observe` returned, and `slim`, the share of the gates that were left out.
+        """
+        last = history[-self.patience :]
+        unchanged = len(last) == self.patience and not any(row["crossed"] for row in last)
+        return unchanged and last[-1]["closed"] > last[-1]["slim"]
+
+
+@torch.no_grad()
+def close(ens: SigmaEnsemble, threshold: float) -> float:
+    """Close for good, in place, the regularised gates that are at most `threshold`, and return their share.
+
+    Their scale logits become −∞, so that no gradient opens them again. Gates of channels with a shift β ≠ 0 stay.
+    """
+    closed = total = 0
+    for name in ens.regularized:
+        layer = ens.backbone.get_submodule(name)
+        shut = layer.gates <= threshold
+        if layer.bias is not None:
+            shut &= layer.bias == 0
+        layer.gamma.masked_fill_(shut, -torch.inf)
+        closed, total = closed + shut.sum().item(), total + shut.numel()
+    return closed / total
 
 
 # Running -------------------------------------------------------------------------------------------------------------

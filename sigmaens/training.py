@@ -28,6 +28,7 @@ from . import backbones, baselines
 from . import data as datasets
 from .ensemble import SigmaEnsemble, load, parameter_groups
 from .losses import diversity_loss, member_cross_entropy
+from .slim import Settling, close
 
 __all__ = [
     "Recipe",
@@ -132,6 +133,7 @@ def fit(
     *,
     seed: int,
     penalty: Callable[[nn.Module], Tensor] | None = None,
+    slim: Settling | None = None,
     state: Path | None = None,
 ) -> list[dict[str, float]]:
     """Train a model in place on the training split, and return its history.
@@ -139,27 +141,36 @@ def fit(
     Everything random is drawn afresh each epoch from `seed` and the epoch's number, so a run that was killed and
     continues from `state` ends with the same weights as one that was not.
 
+    With `slim`, the regularised gates of a σN-Ens that are closed when the rule says so are closed for good, and the
+    epochs that follow run without their channels, on the same weights and with the state the optimiser has. The
+    gradients are those of the full pass with these gates at 0. Further gates that close and settle go later.
+
     Args:
         model: Module from images (B, C, H, W) to member logits (B, M, K).
         dataset: Where the training split, its normalisation and the classes come from.
         recipe: Optimiser, schedule, batches and augmentation.
         seed: Of the order of the images and of their augmentation.
         penalty: Added to the cross-entropy, for example the diversity loss.
+        slim: When training goes on slim; None for never, as in the paper.
         state: File for the training state, replaced after every epoch. One that was left by the same initial
             weights, data, recipe, seed and settings of the penalty (the keywords of a `functools.partial`) is
             continued; one left by others, or damaged, is ignored.
 
     Returns:
-        For every epoch: `epoch`, `lr` at its start, `cross_entropy` (nats, mean over steps and members) and `penalty`.
+        For every epoch: `epoch`, `lr` at its start, `cross_entropy` (nats, mean over steps and members) and `penalty`;
+        of a σN-Ens what `Settling.observe` says of the regularised gates, and `slim`, the share of these left out.
 
     Raises:
         ValueError: if a label is no class, the training split is smaller than 2, or the loss is not finite; the
             step is named.
+        TypeError: if what is to become slim is no σN-Ens.
     """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from accelerate.utils import set_seed
 
+    if slim is not None and not isinstance(model, SigmaEnsemble):
+        raise TypeError(f"only a SigmaEnsemble can become slim, not a {type(model).__name__}")
     split = dataset.train
     datasets.check_labels(split.labels, len(dataset.classes))
     if len(split.labels) < 2:
@@ -179,15 +190,25 @@ def fit(
     sizes = _batch_sizes(len(labels), recipe.batch_size)
     scheduler = _scheduler(optimizer, recipe, steps_per_epoch=len(sizes))
     prepared, optimizer = accelerator.prepare(model, optimizer)
+    full = prepared
 
-    identity = _identity(model, dataset, recipe, seed, penalty)
+    identity = _identity(model, dataset, recipe, seed, penalty, slim)
     history = _resume(state, identity, model, optimizer, scheduler)
+    watch = slim or Settling()
+    out = history[-1]["slim"] if slim and history else 0.0  # share of the regularised gates that are left out
+    left_out = 0.0
     with _deterministic():
         for epoch in range(len(history), recipe.epochs):
-            model.train()
+            if slim and slim.settled(history):
+                out = close(model, slim.threshold)
+            if out > left_out:
+                prepared = accelerator.prepare(model.slim(inputs[:2], threshold=0.0, share=True))
+                left_out = out
+            prepared.train()
             set_seed(seed + (epoch + 1) * 1_000_003)
             draw = torch.Generator().manual_seed(torch.initial_seed())
             lr = optimizer.param_groups[0]["lr"]
+            before = watch.gates(model)
             losses = []
             for batch in _batches(sizes, draw, lengths):
                 x = inputs[batch]
@@ -211,10 +232,13 @@ def fit(
                     f"the loss became {losses[bad[0, 0]].sum():f} at step {step} (epoch {epoch}, seed {seed})"
                 )
             cross_entropy, extra = losses.double().mean(dim=0).tolist()
-            history.append({"epoch": epoch, "lr": lr, "cross_entropy": cross_entropy, "penalty": extra})
+            row = {"epoch": epoch, "lr": lr, "cross_entropy": cross_entropy, "penalty": extra}
+            if before is not None:
+                row |= {**watch.observe(before, watch.gates(model)), "slim": out}
+            history.append(row)
             _keep(state, identity, model, optimizer, scheduler, history)
     # Mixed precision is put around the model's own forward; without this, predictions would be rounded too.
-    accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    accelerator.unwrap_model(full, keep_fp32_wrapper=False)
     return history
 
 
@@ -239,12 +263,14 @@ def train(
     recipe = Recipe.parse({**settings["train"], **own})
     model = _seeded(seed * SEED_STRIDE, lambda: baselines.build(method, lambda: _backbone(dataset, settings), settings))
     if not isinstance(model, baselines.DeepEnsemble):
+        sigma = baselines.sigma_settings(method, settings) if isinstance(model, SigmaEnsemble) else None
         history = fit(
             model,
             dataset,
             recipe,
             seed=seed * SEED_STRIDE,
-            penalty=_penalty(settings["sigma"]) if method == "sigma" else None,
+            penalty=sigma and _penalty(sigma),
+            slim=Settling(sigma["threshold"], sigma["patience"]) if method == "sigma_slim" else None,
             state=state and state / "fit.pt",
         )
         return model, history
@@ -298,8 +324,11 @@ def conversion_error(net: nn.Module, dataset: datasets.Dataset, members: int) ->
 
 
 def restore(method: str, checkpoint: Path, dataset: datasets.Dataset, settings: dict[str, Any]) -> nn.Module:
-    """Return the trained module of a method from its checkpoint."""
-    return load(baselines.build(method, lambda: _backbone(dataset, settings), settings), checkpoint)
+    """Return the trained module of a method from its checkpoint; of `sigma_slim` the slim ensemble."""
+    model = load(baselines.build(method, lambda: _backbone(dataset, settings), settings), checkpoint)
+    if method == "sigma_slim":
+        return model.slim(dataset.tensor(dataset.validation.inputs[:2]), threshold=0.0)
+    return model
 
 
 @torch.inference_mode()
@@ -439,8 +468,12 @@ def _lengths(dataset: datasets.Dataset, inputs: np.ndarray) -> Tensor:
     return torch.from_numpy((inputs != dataset.card["pad"]).sum(axis=1))
 
 
-def _identity(model: nn.Module, dataset: datasets.Dataset, recipe: Recipe, seed: int, penalty: Any) -> str:
-    about = [dataset.card["sha256"], asdict(recipe), seed, getattr(penalty, "keywords", None)]
+def _identity(
+    model: nn.Module, dataset: datasets.Dataset, recipe: Recipe, seed: int, penalty: Any, slim: Settling | None
+) -> str:
+    about = [dataset.card["sha256"], asdict(recipe), seed, getattr(penalty, "keywords", None), slim and asdict(slim)]
+    # Whatever is no tensor, such as rates of dropout and sizes.
+    about += [nn.Module.__repr__(model), getattr(model, "regularized", None)]
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

