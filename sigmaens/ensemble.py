@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .layers import MemberHead, Pass, SigmaNorm, check_members, is_supported_norm, looks_like_norm, running
+from .layers import MemberHead, Pass, SigmaNorm, check_members, is_supported_norm, looks_like_norm, remember, running
 
 __all__ = ["SigmaEnsemble", "load", "parameter_groups", "save"]
 
@@ -171,7 +171,8 @@ class SigmaEnsemble(nn.Module):
 
         Arguments as for `forward`. A training step that propagates each chunk back before the next one runs needs the
         memory of one chunk, and ends with the gradients and statistics of a step on all members, but for rounding
-        and, with dropout, for what is drawn.
+        and, with dropout, for what is drawn. Any other state that a backbone keeps, such as that of a spectral norm,
+        is updated by every chunk.
 
         Examples:
             >>> net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
@@ -387,10 +388,13 @@ def folded(
     if not batch:
         raise ValueError("no tensor with rows in a batch dimension among the arguments")
     args, kwargs = _fold((args, kwargs), batch, members, copied=present is not None)
-    rows = members * batch
-    with running(layers, Pass(rows, present)), _no_fast_path():
+    current = Pass(members * batch, present)
+    with running(layers, current), _no_fast_path():
         output = backbone(*args, **kwargs)
-    return _logits(output, rows).unflatten(0, (members, batch)).transpose(0, 1)
+    logits = _logits(output, rows=members * batch)
+    if present is not None:
+        remember(logits, layers, current)
+    return logits.unflatten(0, (members, batch)).transpose(0, 1)
 
 
 def matching(names: Iterable[str], patterns: str | Iterable[str]) -> tuple[str, ...]:

@@ -38,9 +38,10 @@ class Pass(NamedTuple):
 
 
 class _Running(threading.local):
-    """The passes of this thread, by layer."""
+    """The passes of this thread by layer, and those that its backward pass, known by number, computes again."""
 
     passes: dict[nn.Module, Pass] = {}  # noqa: RUF012, for it is replaced, never written to
+    again: tuple[int, dict[int, Pass]] | None = None
 
 
 _RUNNING = _Running()
@@ -48,7 +49,12 @@ _UNKNOWN = Pass()
 
 
 def _pass(layer: nn.Module) -> Pass:
-    return _RUNNING.passes.get(layer, _UNKNOWN)
+    current = _RUNNING.passes.get(layer, _UNKNOWN)
+    if current is _UNKNOWN and _RUNNING.again is not None:
+        backward, again = _RUNNING.again
+        if backward == torch._C._current_graph_task_id():
+            return again.get(id(layer), _UNKNOWN)
+    return current
 
 
 @contextlib.contextmanager
@@ -68,6 +74,18 @@ def running(layers: Iterable[nn.Module], current: Pass) -> Iterator[None]:
         _RUNNING.passes = before
         for layer in others:
             layer.rows = None
+
+
+def remember(logits: Tensor, layers: Iterable[nn.Module], current: Pass) -> None:
+    """Tell layers of the pass that gave `logits` where its backward pass runs them again (gradient checkpointing)."""
+    if not logits.requires_grad or torch.compiler.is_compiling():
+        return
+    again = {id(layer): current for layer in layers}
+
+    def note(_: Tensor) -> None:
+        _RUNNING.again = torch._C._current_graph_task_id(), again
+
+    logits.register_hook(note)
 
 
 def is_supported_norm(module: nn.Module) -> bool:
