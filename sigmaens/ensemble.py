@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .layers import MemberHead, SigmaNorm, check_members, is_supported_norm, looks_like_norm
+from .layers import MemberHead, Pass, SigmaNorm, check_members, is_supported_norm, looks_like_norm, remember, running
 
 if TYPE_CHECKING:
     from .slim import SlimEnsemble
@@ -31,7 +31,7 @@ class SigmaEnsemble(nn.Module):
 
     Every norm of the backbone becomes a `SigmaNorm`, and the layer named by `head` becomes M heads. The batch is
     repeated M times, member slowest, and runs through the backbone as one batch, so the cost is M forward passes;
-    only parameters are saved.
+    only parameters are saved. Where that takes too much memory, `at_once` members at a time do.
 
     Args:
         backbone: Any network with BatchNorm, LayerNorm, GroupNorm or RMSNorm layers. It is copied, not changed.
@@ -41,11 +41,15 @@ class SigmaEnsemble(nn.Module):
         regularize: `fnmatch` pattern or patterns over the names of the σNorm layers; the layers matched are the R
             of the diversity loss, for example `"*.bn2"`. The others are σNorm too.
         std: Standard deviation of the initial scale logits γ.
+        at_once: How many members run in one pass, an integer ≥ 1, or None for all. It may be set later, changes
+            nothing but time and memory, and is not saved. Evaluation then takes the memory of one such chunk;
+            for training, see `chunks`.
 
     Shape: inputs with B rows to logits (B, M, K).
 
     Raises:
-        ValueError: if the backbone has no norm layer, `head` or `regularize` matches nothing, or `members` < 1.
+        ValueError: if the backbone has no norm layer, `head` or `regularize` matches nothing, or `members` or
+            `at_once` < 1.
         TypeError: if the backbone has a norm that cannot be gated; it is named.
 
     Source: paper, section 3.
@@ -59,6 +63,8 @@ class SigmaEnsemble(nn.Module):
         ['1', '3.norm']
     """
 
+    _at_once: int | None = None
+
     def __init__(
         self,
         backbone: nn.Module,
@@ -67,9 +73,10 @@ class SigmaEnsemble(nn.Module):
         head: str | None = None,
         regularize: str | Iterable[str] = "*",
         std: float = 1.0,
+        at_once: int | None = None,
     ):
         super().__init__()
-        self._build(backbone, members, head, regularize, std, pretrained=False)
+        self._build(backbone, members, head, regularize, std, at_once, pretrained=False)
 
     @classmethod
     def from_pretrained(
@@ -80,6 +87,7 @@ class SigmaEnsemble(nn.Module):
         head: str | None = None,
         regularize: str | Iterable[str] = "*",
         std: float = 1.0,
+        at_once: int | None = None,
     ) -> SigmaEnsemble:
         """Convert a trained backbone so that every member starts as its exact function, up to the head.
 
@@ -91,10 +99,10 @@ class SigmaEnsemble(nn.Module):
         """
         self = cls.__new__(cls)
         nn.Module.__init__(self)
-        self._build(backbone, members, head, regularize, std, pretrained=True)
+        self._build(backbone, members, head, regularize, std, at_once, pretrained=True)
         return self
 
-    def _build(self, backbone, members, head, regularize, std, *, pretrained):
+    def _build(self, backbone, members, head, regularize, std, at_once, *, pretrained):
         check_members(members)
         if not isinstance(backbone, nn.Module):
             raise TypeError(f"backbone must be a torch module, not {type(backbone).__name__}")
@@ -103,6 +111,7 @@ class SigmaEnsemble(nn.Module):
         backbone = copy.deepcopy(backbone)
         self.members = members
         self.head = head
+        self.at_once = at_once
 
         if head is not None:
             linears = [name for name, module in backbone.named_modules() if type(module) is nn.Linear]
@@ -132,6 +141,17 @@ class SigmaEnsemble(nn.Module):
             layer.label = name
         self.training = backbone.training
 
+    @property
+    def at_once(self) -> int | None:
+        """How many members run in one pass, or None for all."""
+        return self._at_once
+
+    @at_once.setter
+    def at_once(self, at_once: int | None) -> None:
+        if at_once is not None and (isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 1):
+            raise ValueError(f"at_once must be an integer ≥ 1, or None for all members, not {at_once!r}")
+        self._at_once = at_once
+
     def _layers(self) -> dict[str, SigmaNorm]:
         return {name: layer for name, layer in self.backbone.named_modules() if isinstance(layer, SigmaNorm)}
 
@@ -146,7 +166,33 @@ class SigmaEnsemble(nn.Module):
         Inside the backbone the batch must stay the first dimension. A norm that sees it elsewhere, as in
         sequence-first transformers, is refused by name; only a sequence exactly M·B long cannot be told from a batch.
         """
-        return folded(self.backbone, self.members, args, kwargs, self._layers().values())
+        logits = list(self.chunks(*args, **kwargs))
+        return logits[0] if len(logits) == 1 else torch.cat(logits, dim=1)
+
+    def chunks(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
+        """Run the members `at_once` at a time: yield the logits (B, m, K) of m of them, then those of the next.
+
+        Arguments as for `forward`. A training step that propagates each chunk back before the next one runs needs the
+        memory of one chunk, and ends with the gradients and statistics of a step on all members, but for rounding
+        and, with dropout, for what is drawn. Any other state that a backbone keeps, such as that of a spectral norm,
+        is updated by every chunk.
+
+        Examples:
+            >>> net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+            >>> ens = SigmaEnsemble(net, members=64, head="3", at_once=4)
+            >>> for logits in ens.chunks(torch.randn(5, 8)):
+            ...     loss = nn.functional.cross_entropy(logits.transpose(1, 2), torch.zeros(5, 4).long())
+            ...     (loss * logits.shape[1] / ens.members).backward()
+            >>> ens.backbone[1].gamma.grad.count_nonzero(1).tolist() == [16] * 64
+            True
+        """
+        layers, size = self._layers().values(), self.at_once or self.members
+        if size >= self.members:
+            yield folded(self.backbone, self.members, args, kwargs, layers)
+            return
+        for first in range(0, self.members, size):
+            present = slice(first, min(first + size, self.members))
+            yield folded(self.backbone, present.stop - first, args, kwargs, layers, present)
 
     @torch.no_grad()
     def predict_proba(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -179,10 +225,15 @@ class SigmaEnsemble(nn.Module):
         backbone = copy.deepcopy(self.backbone)
         ordinary: dict[int, nn.Module] = {}
         for name, module in dict(backbone.named_modules(remove_duplicate=False)).items():
-            if isinstance(module, (SigmaNorm, MemberHead)) and name != f"{self.head}.norm":
+            if self._has_members(module) and name != f"{self.head}.norm":
                 ordinary.setdefault(id(module), module.member(m))
                 backbone = replace(backbone, name, ordinary[id(module)])
         return backbone
+
+    @staticmethod
+    def _has_members(module: nn.Module) -> bool:
+        """Tell whether a layer differs between members, so that `member` puts an ordinary one in its place."""
+        return isinstance(module, (SigmaNorm, MemberHead))
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the weights to a safetensors file; see `save`."""
@@ -322,17 +373,20 @@ def folded(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     layers: Collection[nn.Module] = (),
+    present: slice | None = None,
 ) -> Tensor:
     """Run a backbone on arguments repeated for the members, member slowest, and return the logits, (B, M, K).
 
-    What is repeated and what is taken as the logits: see `SigmaEnsemble.forward`. One member gets the arguments as
-    they are.
+    What is repeated and what is taken as the logits: see `SigmaEnsemble.forward`. A single member gets the arguments
+    as they are.
 
     Args:
         backbone: Network whose batch is the first dimension, M·B rows here.
-        members: Number of members M.
+        members: Number of members M in this pass.
         args, kwargs: Arguments of the call, with B rows.
         layers: Layers that need to know the number of rows; each finds it in its attribute `rows` during the call.
+        present: Which of the ensemble's members the pass has, if not all; the σNorm layers among `layers` take these.
+            Every tensor is then copied, so that the next pass finds what this one did.
 
     Raises:
         ValueError: if no argument has rows, or the backbone does not return a row for each that it is given.
@@ -342,16 +396,14 @@ def folded(
     batch = _batch_size((args, kwargs))
     if not batch:
         raise ValueError("no tensor with rows in a batch dimension among the arguments")
-    args, kwargs = _fold((args, kwargs), batch, members)
-    for layer in layers:
-        layer.rows = members * batch
-    try:
-        with _no_fast_path():
-            output = backbone(*args, **kwargs)
-    finally:
-        for layer in layers:
-            layer.rows = None
-    return _logits(output, rows=members * batch).unflatten(0, (members, batch)).transpose(0, 1)
+    args, kwargs = _fold((args, kwargs), batch, members, copied=present is not None)
+    current = Pass(members * batch, present)
+    with running(layers, current), _no_fast_path():
+        output = backbone(*args, **kwargs)
+    logits = _logits(output, rows=members * batch)
+    if present is not None:
+        remember(logits, layers, current)
+    return logits.unflatten(0, (members, batch)).transpose(0, 1)
 
 
 def matching(names: Iterable[str], patterns: str | Iterable[str]) -> tuple[str, ...]:
@@ -389,14 +441,15 @@ def _batch_size(item: Any) -> int | None:
     return None
 
 
-def _fold(item: Any, batch: int, members: int) -> Any:
+def _fold(item: Any, batch: int, members: int, copied: bool) -> Any:
     if isinstance(item, Tensor):
-        repeats = members > 1 and item.dim() > 0 and item.shape[0] == batch
-        return item.repeat(members, *[1] * (item.dim() - 1)) if repeats else item
+        if members > 1 and item.dim() > 0 and item.shape[0] == batch:
+            return item.repeat(members, *[1] * (item.dim() - 1))
+        return item.clone() if copied else item
     if isinstance(item, Mapping):
-        return {key: _fold(value, batch, members) for key, value in item.items()}
+        return {key: _fold(value, batch, members, copied) for key, value in item.items()}
     if isinstance(item, (list, tuple)):
-        folded = [_fold(value, batch, members) for value in item]
+        folded = [_fold(value, batch, members, copied) for value in item]
         return type(item)(*folded) if hasattr(item, "_fields") else type(item)(folded)
     return item
 

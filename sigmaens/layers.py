@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
+import threading
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +28,64 @@ _UNTRUSTED += ("NemotronLayerNorm1P", "VideoPrismLayerNorm")
 # … and a forward that cannot run without a shift.
 _UNTRUSTED += ("LayerNormExp2d", "ChameleonLayerNorm", "GradiumPhononTTSFlowLayerNorm", "PocketTTSFlowLayerNorm")
 _OWNED = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+
+
+class Pass(NamedTuple):
+    """What a layer knows of the pass that runs through it: the folded batch's rows, and its members if not all."""
+
+    rows: int | None = None
+    members: slice | None = None
+
+
+class _Running(threading.local):
+    """The passes of this thread by layer, and those that its backward pass, known by number, computes again."""
+
+    passes: dict[nn.Module, Pass] = {}  # noqa: RUF012, for it is replaced, never written to
+    again: tuple[int, dict[int, Pass]] | None = None
+
+
+_RUNNING = _Running()
+_UNKNOWN = Pass()
+
+
+def _pass(layer: nn.Module) -> Pass:
+    current = _RUNNING.passes.get(layer, _UNKNOWN)
+    if current is _UNKNOWN and _RUNNING.again is not None:
+        backward, again = _RUNNING.again
+        if backward == torch._C._current_graph_task_id():
+            return again.get(id(layer), _UNKNOWN)
+    return current
+
+
+@contextlib.contextmanager
+def running(layers: Iterable[nn.Module], current: Pass) -> Iterator[None]:
+    """Tell layers of the pass that runs through them.
+
+    σNorm layers learn it in this thread alone. Others find the rows in their attribute `rows`.
+    """
+    others = [layer for layer in layers if not isinstance(layer, SigmaNorm)]
+    before = _RUNNING.passes
+    _RUNNING.passes = before | dict.fromkeys(layers, current)
+    for layer in others:
+        layer.rows = current.rows
+    try:
+        yield
+    finally:
+        _RUNNING.passes = before
+        for layer in others:
+            layer.rows = None
+
+
+def remember(logits: Tensor, layers: Iterable[nn.Module], current: Pass) -> None:
+    """Tell layers of the pass that gave `logits` where its backward pass runs them again (gradient checkpointing)."""
+    if not logits.requires_grad or torch.compiler.is_compiling():
+        return
+    again = {id(layer): current for layer in layers}
+
+    def note(_: Tensor) -> None:
+        _RUNNING.again = torch._C._current_graph_task_id(), again
+
+    logits.register_hook(note)
 
 
 def is_supported_norm(module: nn.Module) -> bool:
@@ -98,9 +160,8 @@ class SigmaNorm(nn.Module):
         if not 0 <= std < float("inf"):
             raise ValueError(f"std must be a number ≥ 0, not {std}")
         self.members = members
-        # Set by the ensemble: the layer's name, and how many rows the folded batch has in the present call.
+        # Set by the ensemble: the layer's name.
         self.label: str | None = None
-        self.rows: int | None = None
         template = copy.deepcopy(norm)
         # Not registered as a submodule: it has no tensors of its own left, but its children (activations) might.
         vars(self)["template"] = template
@@ -148,7 +209,15 @@ class SigmaNorm(nn.Module):
     @property
     def weight(self) -> Tensor:
         """Effective scales of the members, shape (M, C): the gates, times `k s` after a conversion."""
-        return self.gates if self.scale is None else self.gates * self.scale
+        return self._scaled(self.gates)
+
+    def _scaled(self, gates: Tensor) -> Tensor:
+        return gates if self.scale is None else gates * self.scale
+
+    @property
+    def rows(self) -> int | None:
+        """Rows of the folded batch in the ensemble's pass that runs in this thread, or None."""
+        return _pass(self).rows
 
     @property
     def normalizes_batch(self) -> bool:
@@ -156,49 +225,55 @@ class SigmaNorm(nn.Module):
         return isinstance(self.template, _BATCH_NORMS)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise and gate `x` of shape (M·B, …), member slowest."""
+        """Normalise and gate `x` of shape (M·B, …), member slowest; in chunks, M is the number of members present."""
+        rows, present = _pass(self)
         # (T, B, D) with T a multiple of B has the right number of rows, but not the right rows.
-        turned = x.dim() == 3 and not self.normalizes_batch and x.shape[1] == self.rows != x.shape[0]
-        if self.rows is not None and (x.shape[0] % self.rows or turned):
+        turned = x.dim() == 3 and not self.normalizes_batch and x.shape[1] == rows != x.shape[0]
+        if rows is not None and (x.shape[0] % rows or turned):
             raise ValueError(
-                f"layer {self.label!r} got {tuple(x.shape)} where the batch of {self.rows} rows must come first: "
+                f"layer {self.label!r} got {tuple(x.shape)} where the batch of {rows} rows must come first: "
                 "sequence-first backbones cannot be folded; use their batch-first form"
             )
-        if x.shape[0] % self.members:
+        weight = self.weight if present is None else self._scaled(torch.sigmoid(self.gamma[present]))
+        members = len(weight)
+        if x.shape[0] % members:
             raise ValueError(
-                f"{x.shape[0]} rows cannot hold {self.members} members: fold the members into the batch, row m·B + b"
+                f"{x.shape[0]} rows cannot hold {members} members: fold the members into the batch, row m·B + b"
             )
-        weight = self.weight
         fixed = self.normalizes_batch and self.native and not self.training and self.running_mean is not None
         if fixed and x.dtype == weight.dtype:
-            return self._fixed(x, weight)
-        if self.normalizes_batch and self.training and x.numel() == x.shape[1] * self.members:
+            return self._fixed(x, weight, present)
+        if self.normalizes_batch and self.training and x.numel() == x.shape[1] * members:
             raise ValueError(
                 f"BatchNorm cannot train on one value per channel and member (input {tuple(x.shape)}, "
-                f"{self.members} members): use batches of at least 2"
+                f"{members} members): use batches of at least 2"
             )
         weights = weight.unflatten(1, self.shape).unbind()
-        slices = x.chunk(self.members)
-        y = [self._slice(x_m, m, w_m) for m, (x_m, w_m) in enumerate(zip(slices, weights, strict=True))]
-        return y[0] if self.members == 1 else torch.cat(y)
+        numbers = range(self.members)[present or slice(None)]
+        y = [self._slice(x_m, m, w_m) for x_m, m, w_m in zip(x.chunk(members), numbers, weights, strict=True)]
+        return y[0] if members == 1 else torch.cat(y)
 
-    def _fixed(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _fixed(self, x: Tensor, weight: Tensor, present: slice | None) -> Tensor:
         """Normalise by running statistics: all members in one pass over the memory."""
         self.template._check_input_dim(x)
+        members = len(weight)
+        mean, var = self.running_mean, self.running_var
+        if present is not None:
+            mean, var = mean[present], var[present]
         if x.dim() > 2 and x.is_contiguous():
             # Every row's channels count as channels of one image, which is where the native kernel is fastest.
-            rows = x.shape[0] // self.members
-            own = (self.running_mean, self.running_var, weight, self.bias)
+            rows = x.shape[0] // members
             mean, var, scale, shift = (
-                None if t is None else t.expand_as(weight).repeat_interleave(rows, dim=0).flatten() for t in own
+                None if t is None else t.expand_as(weight).repeat_interleave(rows, dim=0).flatten()
+                for t in (mean, var, weight, self.bias)
             )
             return F.batch_norm(x.flatten(0, 1)[None], mean, var, scale, shift, eps=self.template.eps).view_as(x)
-        factor = weight * torch.rsqrt(self.running_var + self.template.eps)
-        offset = -self.running_mean * factor
+        factor = weight * torch.rsqrt(var + self.template.eps)
+        offset = -mean * factor
         if self.bias is not None:
             offset = offset + self.bias
-        per_member = (self.members, 1, -1) + (1,) * (x.dim() - 2)
-        y = torch.addcmul(offset.view(per_member), x.unflatten(0, (self.members, -1)), factor.view(per_member))
+        per_member = (members, 1, -1) + (1,) * (x.dim() - 2)
+        y = torch.addcmul(offset.view(per_member), x.unflatten(0, (members, -1)), factor.view(per_member))
         return y.flatten(0, 1)
 
     def _slice(self, x: Tensor, m: int, weight: Tensor) -> Tensor:
@@ -266,10 +341,11 @@ class MemberHead(nn.Module):
         self.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        members = len(self.weight)
+        present = _pass(self.norm).members
+        weight, bias = (t if t is None or present is None else t[present] for t in (self.weight, self.bias))
         leading = x.shape[:-1]
-        x = self.norm(x.flatten(0, -2)).unflatten(0, (members, -1))
-        y = x @ self.weight.mT if self.bias is None else torch.baddbmm(self.bias[:, None], x, self.weight.mT)
+        x = self.norm(x.flatten(0, -2)).unflatten(0, (len(weight), -1))
+        y = x @ weight.mT if bias is None else torch.baddbmm(bias[:, None], x, weight.mT)
         return y.flatten(0, 1).unflatten(0, leading)
 
     def member(self, m: int) -> nn.Module:

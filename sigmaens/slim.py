@@ -135,21 +135,16 @@ class SlimEnsemble(SigmaEnsemble):
         """Return the members' logits, shape (B, M, K). Arguments as for the full ensemble; none is repeated."""
         return _one_by_one(self.backbone, self.members, args, kwargs, self._layers().values(), self._guarded)
 
-    def member(self, m: int) -> nn.Module:
-        """Return member `m` as an ordinary, narrower copy of the backbone with the same outputs.
+    def chunks(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
+        """Run the members one by one, whatever `at_once` is: yield the logits (B, 1, K) of each.
 
-        Raises:
-            IndexError: if `m` is not in 0..M−1.
+        See `SigmaEnsemble.chunks`. Where gradients are wanted, layers before the first σNorm run for every member.
         """
-        if isinstance(m, bool) or not 0 <= m < self.members:
-            raise IndexError(f"member {m} is not in 0..{self.members - 1}")
-        backbone = copy.deepcopy(self.backbone)
-        ordinary: dict[int, nn.Module] = {}
-        for name, module in dict(backbone.named_modules(remove_duplicate=False)).items():
-            if isinstance(module, (*_OWN, _Narrow)) and name != f"{self.head}.norm":
-                ordinary.setdefault(id(module), module.member(m))
-                backbone = replace(backbone, name, ordinary[id(module)])
-        return backbone
+        return _turns(self.backbone, self.members, args, kwargs, self._layers().values(), self._guarded, apart=True)
+
+    @staticmethod
+    def _has_members(module: nn.Module) -> bool:
+        return isinstance(module, (*_OWN, _Narrow))
 
     def change(
         self, ens: SigmaEnsemble, *args: Any, labels: Tensor | None = None, **kwargs: Any
@@ -368,21 +363,38 @@ _TURN = _Turn()
 def _one_by_one(
     backbone: nn.Module, members: int, args: Any, kwargs: Any, layers: Collection[nn.Module], guarded: bool
 ) -> Tensor:
-    """Return the logits (B, M, K) of members that run one after the other.
+    """Return the logits (B, M, K) of members that run one after the other."""
+    logits = list(_turns(backbone, members, args, kwargs, layers, guarded))
+    return logits[0] if members == 1 else torch.cat(logits, dim=1)
+
+
+def _turns(
+    backbone: nn.Module,
+    members: int,
+    args: Any,
+    kwargs: Any,
+    layers: Collection[nn.Module],
+    guarded: bool,
+    apart: bool = False,
+) -> Iterator[Tensor]:
+    """Run the members one after the other, and yield the logits (B, 1, K) of each.
 
     Args:
         guarded: Give each member its own copy of the inputs and of what layers that run once return, since the
             backbone may write into them.
+        apart: Share no graph between members, so that each may be propagated back before the next one runs.
     """
-    logits, once = [], {}
+    once: dict[nn.Module, Tensor] = {}
     for m in range(members):
         given = tree_map(_copied, (args, kwargs)) if guarded else (args, kwargs)
+        if apart and torch.is_grad_enabled():
+            once = {}
         _TURN.member, _TURN.once, _TURN.guarded = m, once, guarded
         try:
-            logits.append(folded(backbone, 1, *given, layers))
+            logits = folded(backbone, 1, *given, layers)
         finally:
             _TURN.member = _TURN.once = None
-    return logits[0] if members == 1 else torch.cat(logits, dim=1)
+        yield logits
 
 
 def _once(layer: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
