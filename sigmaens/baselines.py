@@ -47,9 +47,10 @@ def build(method: str, backbone: Callable[[], nn.Module], settings: dict[str, An
     Args:
         method: One of `METHODS`.
         backbone: Makes a network: a freshly initialised one, or for `finetune` the trained one to convert.
-        settings: A profile's settings: `members`, `head`, `sigma`, and the options of `peers` by method, where given.
-            With `pretrained: true` in `sigma`, the network of method `sigma` is trained and is converted too. The
-            options' `train`, a method's own recipe, is for others to read.
+        settings: A profile's settings: `members`, `head`, `sigma`, and where given `slim` and the options of `peers`
+            by method. With `pretrained: true` in `sigma`, the network of method `sigma` is trained and is converted
+            too; `at_once` there is how many members run at once. The options' `train`, a method's own recipe, is for
+            others to read.
 
     Raises:
         ValueError: if there is no such method, or it has no such setting.
@@ -62,7 +63,8 @@ def build(method: str, backbone: Callable[[], nn.Module], settings: dict[str, An
         sigma = sigma_settings(method, settings)
         pretrained = method == "finetune" or sigma.get("pretrained", False)
         make = SigmaEnsemble.from_pretrained if pretrained else SigmaEnsemble
-        return make(backbone(), settings["members"], head=settings["head"], regularize=sigma["regularize"])
+        options = {"head": settings["head"], "regularize": sigma["regularize"], "at_once": sigma.get("at_once")}
+        return make(backbone(), settings["members"], **options)
     if method not in PEERS:
         raise ValueError(f"no method {method!r}; there are {METHODS}")
     peer, options = PEERS[method], dict(settings.get("peers", {}).get(method, {}))

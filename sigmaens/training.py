@@ -145,6 +145,8 @@ def fit(
     epochs that follow run without their channels, on the same weights and with the state the optimiser has. The
     gradients are those of the full pass with these gates at 0. Further gates that close and settle go later.
 
+    An ensemble with `at_once` members runs and learns chunk by chunk, so that memory does not grow with M.
+
     Args:
         model: Module from images (B, C, H, W) to member logits (B, M, K).
         dataset: Where the training split, its normalisation and the classes come from.
@@ -215,15 +217,19 @@ def fit(
                 if fill is not None:
                     x = datasets.augment(x, recipe.crop, recipe.flip, draw, fill)
                 optimizer.zero_grad()
-                with accelerator.autocast():
-                    cross_entropy = member_cross_entropy(prepared(x), labels[batch])
-                extra = torch.zeros(()) if penalty is None else penalty(model)
-                accelerator.backward(cross_entropy + extra)
+                cross_entropy, extra = 0.0, torch.zeros(()) if penalty is None else penalty(model)
+                passes, left = _passes(prepared, x), extra
+                while True:
+                    with accelerator.autocast():
+                        share, logits = next(passes, (0, None))
+                        if logits is None:
+                            break
+                        part = share * member_cross_entropy(logits, labels[batch])
+                    accelerator.backward(part + left)
+                    cross_entropy, left = cross_entropy + part.detach().float(), 0.0
                 optimizer.step()
                 scheduler.step()
-                losses.append(
-                    torch.stack([cross_entropy.detach().float(), extra.detach().to(cross_entropy.device).float()])
-                )
+                losses.append(torch.stack([cross_entropy, extra.detach().to(cross_entropy.device).float()]))
             losses = torch.stack(losses).cpu()
             bad = (~losses.isfinite().all(dim=1)).nonzero()
             if len(bad):
@@ -240,6 +246,15 @@ def fit(
     # Mixed precision is put around the model's own forward; without this, predictions would be rounded too.
     accelerator.unwrap_model(full, keep_fp32_wrapper=False)
     return history
+
+
+def _passes(model: nn.Module, x: Tensor) -> Iterator[tuple[float, Tensor]]:
+    """Yield logits and the share of the members they are of: of all, or of `at_once` members after the other."""
+    if getattr(model, "at_once", None) is None:
+        yield 1.0, model(x)
+    else:
+        for logits in model.chunks(x):
+            yield logits.shape[1] / model.members, logits
 
 
 def train(

@@ -290,3 +290,33 @@ def test_settings_of_the_method_are_those_of_sigma_but_for_its_own():
     for lacking in (SETTINGS, {**SETTINGS, "slim": {}}):
         with pytest.raises(ValueError, match="'sigma_slim' needs the settings of `slim`"):
             training.train("sigma_slim", tiny(), lacking, seed=0)
+
+
+# Members in chunks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("rule", [None, RULE])
+def test_training_in_chunks_is_training_at_once(rule, precision):
+    recipe = Recipe(epochs=6, batch_size=8, lr=0.02, schedule="constant", gamma_multiplier=300.0, precision=precision)
+    ended = {}
+    for at_once in (None, 1, 2):
+        model = inner(members=3)
+        model.at_once = at_once
+        history = training.fit(model, tiny(32), recipe, seed=5, penalty=Penalty(), slim=rule)
+        ended[at_once] = [row["cross_entropy"] for row in history], training.predict(model, tiny().test.inputs, tiny())
+        assert model.at_once == at_once
+        assert bool(history[-1]["slim"]) == (rule is not None)
+    tolerance = {"no": 2e-3, "bf16": 0.1}[precision]
+    for at_once in (1, 2):
+        for found, expected in zip(ended[at_once], ended[None], strict=True):
+            np.testing.assert_allclose(found, expected, atol=tolerance, rtol=tolerance)
+
+
+def test_chunks_are_a_setting_of_sigma():
+    settings = paths.merge(SLIM, {"sigma": {"at_once": 1}})
+    dataset = tiny()
+    for method in ("sigma", "sigma_slim"):
+        net = lambda: training._backbone(dataset, settings)  # noqa: E731
+        assert baselines.build(method, net, settings).at_once == 1
+    assert baselines.build("sigma", net, SLIM).at_once is None
