@@ -384,7 +384,7 @@ def folded(
         backbone: Network whose batch is the first dimension, M·B rows here.
         members: Number of members M in this pass.
         args, kwargs: Arguments of the call, with B rows.
-        layers: Layers that need to know the number of rows; each finds it in its attribute `rows` during the call.
+        layers: Layers that need to know of the pass, such as its rows; they ask `layers.pass_of`.
         present: Which of the ensemble's members the pass has, if not all; the σNorm layers among `layers` take these.
             Every tensor is then copied, so that the next pass finds what this one did.
 

@@ -48,7 +48,8 @@ _RUNNING = _Running()
 _UNKNOWN = Pass()
 
 
-def _pass(layer: nn.Module) -> Pass:
+def pass_of(layer: nn.Module) -> Pass:
+    """Return the pass that runs through a layer in this thread."""
     current = _RUNNING.passes.get(layer, _UNKNOWN)
     if current is _UNKNOWN and _RUNNING.again is not None:
         backward, again = _RUNNING.again
@@ -59,21 +60,13 @@ def _pass(layer: nn.Module) -> Pass:
 
 @contextlib.contextmanager
 def running(layers: Iterable[nn.Module], current: Pass) -> Iterator[None]:
-    """Tell layers of the pass that runs through them.
-
-    σNorm layers learn it in this thread alone. Others find the rows in their attribute `rows`.
-    """
-    others = [layer for layer in layers if not isinstance(layer, SigmaNorm)]
+    """Tell layers of the pass that runs through them, in this thread alone; they ask `pass_of`."""
     before = _RUNNING.passes
     _RUNNING.passes = before | dict.fromkeys(layers, current)
-    for layer in others:
-        layer.rows = current.rows
     try:
         yield
     finally:
         _RUNNING.passes = before
-        for layer in others:
-            layer.rows = None
 
 
 def remember(logits: Tensor, layers: Iterable[nn.Module], current: Pass) -> None:
@@ -217,7 +210,7 @@ class SigmaNorm(nn.Module):
     @property
     def rows(self) -> int | None:
         """Rows of the folded batch in the ensemble's pass that runs in this thread, or None."""
-        return _pass(self).rows
+        return pass_of(self).rows
 
     @property
     def normalizes_batch(self) -> bool:
@@ -226,7 +219,7 @@ class SigmaNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise and gate `x` of shape (M·B, …), member slowest; in chunks, M is the number of members present."""
-        rows, present = _pass(self)
+        rows, present = pass_of(self)
         # (T, B, D) with T a multiple of B has the right number of rows, but not the right rows.
         turned = x.dim() == 3 and not self.normalizes_batch and x.shape[1] == rows != x.shape[0]
         if rows is not None and (x.shape[0] % rows or turned):
@@ -341,7 +334,7 @@ class MemberHead(nn.Module):
         self.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        present = _pass(self.norm).members
+        present = pass_of(self.norm).members
         weight, bias = (t if t is None or present is None else t[present] for t in (self.weight, self.bias))
         leading = x.shape[:-1]
         x = self.norm(x.flatten(0, -2)).unflatten(0, (len(weight), -1))

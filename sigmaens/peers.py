@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from . import backbones
 from .ensemble import folded, replace
-from .layers import check_members, is_supported_norm, looks_like_norm
+from .layers import check_members, is_supported_norm, looks_like_norm, pass_of
 
 __all__ = ["MIMO", "BatchEnsemble", "FiLMEnsemble", "LoRAEnsemble", "MCDropout", "Masksembles", "PackedEnsemble"]
 
@@ -328,14 +328,12 @@ class MemberLayer(nn.Module):
     Attributes:
         members: Number of members M.
         label: Name of the layer in its network.
-        rows: Rows of the folded batch, M·B, during a call of the network.
     """
 
     def __init__(self, members: int):
         super().__init__()
         self.members = members
         self.label: str | None = None
-        self.rows: int | None = None
 
     def split(self, x: Tensor) -> Tensor:
         """Return rows (M·B, …), member slowest, as (M, B, …).
@@ -343,10 +341,11 @@ class MemberLayer(nn.Module):
         Raises:
             ValueError: if the first dimension is not that of the batch.
         """
-        rows = self.members if self.rows is None else self.rows
-        turned = x.dim() == 3 and x.shape[1] == self.rows != x.shape[0]
-        if x.shape[0] % rows or turned:
-            raise ValueError(f"layer {self.label!r} got {tuple(x.shape)} where a batch of {rows} rows must come first")
+        rows = pass_of(self).rows
+        turned = x.dim() == 3 and x.shape[1] == rows != x.shape[0]
+        if x.shape[0] % (rows or self.members) or turned:
+            batch = f"a batch of {rows or self.members} rows"
+            raise ValueError(f"layer {self.label!r} got {tuple(x.shape)} where {batch} must come first")
         return x.unflatten(0, (self.members, -1))
 
 
