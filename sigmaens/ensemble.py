@@ -10,12 +10,15 @@ import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from .layers import MemberHead, SigmaNorm, check_members, is_supported_norm, looks_like_norm
+
+if TYPE_CHECKING:
+    from .slim import SlimEnsemble
 
 __all__ = ["SigmaEnsemble", "load", "parameter_groups", "save"]
 
@@ -188,6 +191,12 @@ class SigmaEnsemble(nn.Module):
     def load(self, path: str | os.PathLike) -> SigmaEnsemble:
         """Load weights written by `save` from an ensemble built alike, and return `self`; see `load`."""
         return load(self, path)
+
+    def slim(self, *inputs: Any, threshold: float = 0.01, share: bool = False, **named_inputs: Any) -> SlimEnsemble:
+        """Leave out, member by member, the channels whose gates are closed; see `sigmaens.slim.slim`."""
+        from .slim import slim
+
+        return slim(self, *inputs, threshold=threshold, share=share, **named_inputs)
 
     def __repr__(self) -> str:
         layers = self._layers()
