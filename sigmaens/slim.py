@@ -718,9 +718,9 @@ def _print(values: Any) -> list[tuple[torch.Size, float, float]]:
     """Something short that tells tensors apart: shape, norm, and a weighted sum."""
     prints = []
     for t in tree_leaves(values):
-        if isinstance(t, Tensor):
-            t = t.flatten().to(torch.float64)
-            prints.append((t.shape, t.norm().item(), (t @ torch.linspace(1, 2, len(t)).to(t)).item()))
+        if isinstance(t, Tensor) and t.layout is torch.strided:
+            v = (torch.view_as_real(t) if t.is_complex() else t).detach().flatten().cpu().double()
+            prints.append((t.shape, v.norm().item(), (v @ torch.linspace(1, 2, len(v), dtype=v.dtype)).item()))
     return sorted(prints)
 
 
@@ -769,7 +769,8 @@ class _Tracer(fx.Tracer):
 class _Reading:
     """What the graphs of a backbone, in its present mode, prove.
 
-    The backbone is one graph if it can be traced; else its children are, as far down as needed.
+    The backbone is one graph if it can be traced, and the graph computes what it does; else its children are, as far
+    down as needed.
 
     Attributes:
         norms: The σNorm layers by name.
@@ -810,7 +811,7 @@ class _Reading:
         try:
             for layer in modes:  # which would take another batch for their statistics
                 layer.training = False
-            with torch.random.fork_rng():
+            with torch.random.fork_rng(sorted({p.device.index for p in self.net.parameters() if p.is_cuda})):
                 while found:
                     wrong = self.example.differing(found)
                     graphs += [(self.names[module], graph) for module, graph in found.items() if module not in wrong]
@@ -833,10 +834,11 @@ class _Reading:
         name = self.names[module]
         if self.example.count[module] == 1:
             try:
-                with _restoring(module), torch.random.fork_rng():
+                with _restoring(module):
                     before = torch.get_rng_state(), random.getstate()
                     graph = _Tracer(*self.example.calls[module]).trace(module)
                     if not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate():
+                        torch.set_rng_state(before[0])
                         random.setstate(before[1])
                         raise RuntimeError("it draws random numbers")
                     attributes = tree_leaves([list(vars(inner).values()) for inner in module.modules()])
