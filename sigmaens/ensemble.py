@@ -243,7 +243,7 @@ class SigmaEnsemble(nn.Module):
         """Load weights written by `save` from an ensemble built alike, and return `self`; see `load`."""
         return load(self, path)
 
-    def slim(self, *inputs, threshold: float = 0.01, share: bool = False, **named_inputs) -> SlimEnsemble:
+    def slim(self, *inputs: Any, threshold: float = 0.01, share: bool = False, **named_inputs: Any) -> SlimEnsemble:
         """Leave out, member by member, the channels whose gates are closed; see `sigmaens.slim.slim`."""
         from .slim import slim
 

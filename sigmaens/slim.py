@@ -12,8 +12,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 import operator
 import os
+import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -82,6 +84,8 @@ class _Place:
         """What may be left out in both of two graphs."""
         same = self.producer == other.producer, self.consumers == other.consumers
         reasons = "; ".join(dict.fromkeys(reason for reason in (self.reason, other.reason) if reason))
+        if not all(same) and not reasons:
+            reasons = "others read it in training"
         return _Place(self.producer if same[0] else None, self.consumers if same[1] else (), reasons)
 
 
@@ -212,8 +216,8 @@ def slim(
 
     Args:
         ens: The ensemble. It is copied, not changed.
-        inputs, named_inputs: Example inputs of a few rows, given as to `ens`, which runs on them once in evaluation
-            mode. The slim ensemble is to be called with arguments of the same kinds.
+        inputs, named_inputs: Example inputs of a few rows, given as to `ens`, which runs on them a few times. The slim
+            ensemble is to be called with arguments of the same kinds.
         threshold: Largest gate that counts as closed, in [0, 1).
         share: Keep the ensemble's own parameters and statistics instead of copies, so that training either trains
             both and an optimiser goes on with its state.
@@ -239,12 +243,8 @@ def slim(
         raise ValueError(f"threshold must be in [0, 1), not {threshold}")
     tensors = itertools.chain(ens.backbone.parameters(), ens.backbone.buffers())
     backbone = copy.deepcopy(ens.backbone, {id(tensor): tensor for tensor in tensors} if share else None)
-    modes = {module: module.training for module in backbone.modules()}
-    try:
+    with _restoring(backbone):
         plan = _plan(backbone, ens.members, inputs, named_inputs)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     for module in [module for module in backbone.modules() if isinstance(module, _OWN)]:
         module.__class__ = _SlimNorm if isinstance(module, SigmaNorm) else _SlimHead
     for name in (*plan.shared, *(n for p in plan.places.values() for n in (p.producer, *p.consumers) if n)):
@@ -406,7 +406,10 @@ def _once(layer: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tenso
 
 def _member() -> int:
     if _TURN.member is None:
-        raise RuntimeError("the backbone of a SlimEnsemble runs for one member at a time: call the ensemble itself")
+        raise RuntimeError(
+            "the backbone of a SlimEnsemble runs for one member at a time: call the ensemble itself, without "
+            "gradient checkpointing"
+        )
     return _TURN.member
 
 
@@ -513,7 +516,7 @@ class _SlimNorm(_Readied, SigmaNorm):
     def forward(self, x: Tensor) -> Tensor:
         m = _member()
         if ready := self.ready(m):
-            return ready(x)
+            return ready.forward(x)
         channels = self.channels(m)
         if not self.normalizes_batch:
             y = self._slice(x, m, self.weight[m].view(self.shape))
@@ -596,12 +599,13 @@ class _Narrow(_Readied):
         rows, columns = (self._buffers.get(f"{side}{m}") for side in ("rows", "columns"))
         return _pick(_pick(self.weight, rows), columns, 1), None if self.bias is None else _pick(self.bias, rows)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # by the name that torch gives it
         m = _member()
         if not self.shared:
             ready = self.ready(m)
-            return ready(x) if ready else self.apply_to(x, *self.narrowed(m))
-        return _once(self, x, lambda x: self.apply_to(x, self.weight, self.bias))
+            # Not the call of it, which would run hooks a second time.
+            return ready.forward(input) if ready else self.apply_to(input, *self.narrowed(m))
+        return _once(self, input, lambda x: self.apply_to(x, self.weight, self.bias))
 
     def member(self, m: int) -> nn.Module:
         """Return an ordinary layer."""
@@ -694,6 +698,18 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+@contextlib.contextmanager
+def _restoring(net: nn.Module) -> Iterator[None]:
+    """Leave the modules of a network with the attributes, modes among them, that they came with."""
+    before = {module: dict(vars(module)) for module in net.modules()}
+    try:
+        yield
+    finally:
+        for module, attributes in before.items():
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
 # Reading the backbone -------------------------------------------------------------------------------------------------
 
 
@@ -707,13 +723,20 @@ class _Plan(NamedTuple):
 
 def _plan(net: nn.Module, members: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Plan:
     """Read from a backbone what may be left out, in evaluation and in training alike. Its modes are changed."""
-    hooked = {module for module in net.modules() if module._forward_hooks or module._forward_pre_hooks}
+    hooked = {
+        module
+        for module in net.modules()
+        if any(hooks for name, hooks in vars(module).items() if name in _HOOKS) or "forward" in vars(module)
+    }
     example = _Example(net, members, args, kwargs)
     readings = [_Reading(net.train(training), example, hooked) for training in (False, True)]
     places, others = ({name: reading.place(name) for name in reading.norms} for reading in readings)
     shared = readings[0].shared & readings[1].shared
     guarded = any(reading.writes for reading in readings)
     return _Plan({name: place & others[name] for name, place in places.items()}, shared, guarded)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class _Example:
@@ -737,14 +760,82 @@ class _Example:
             elif _gated_inside(module):
                 self.calls[module] = tree_map(lambda t: t.new_empty(()) if isinstance(t, Tensor) else t, (args, kwargs))
 
-        net.eval()
-        handles = [m.register_forward_pre_hook(note, with_kwargs=True) for m in net.modules()]
+        self.run = lambda: folded(net, members, args, kwargs, [m for m in net.modules() if isinstance(m, SigmaNorm)])
+        self._run_with([m.register_forward_pre_hook(note, with_kwargs=True) for m in net.eval().modules()])
+
+    def _run_with(self, handles: list[Any]) -> None:
         try:
             with torch.no_grad():
-                folded(net, members, args, kwargs, [m for m in net.modules() if isinstance(m, SigmaNorm)])
+                self.run()
         finally:
             for handle in handles:
                 handle.remove()
+
+    def differing(self, graphs: dict[nn.Module, fx.Graph]) -> set[nn.Module]:
+        """Find the modules whose graph, in their present mode, computes on the example inputs anything else than they.
+
+        Code may tell a tracer's stand-ins from tensors and go another way with them. What reaches the layers is
+        compared, and what is returned.
+        """
+        seen: list[Any] = []
+        given: dict[nn.Module, list[Tensor]] = {}
+        wrong: set[nn.Module] = set()
+        layers = {
+            module.get_submodule(node.target)
+            for module, graph in graphs.items()
+            for node in graph.nodes
+            if node.op == "call_module"
+        }
+
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen.append((module, _print((args, kwargs))))
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given[module] = [leaf.clone() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            seen.clear()
+            torch.manual_seed(0)
+
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            real = [*seen, (module, _print(output))]
+            seen.clear()
+            torch.manual_seed(0)
+            try:
+                again = fx.Interpreter(module, graph=graphs[module]).run(*given.pop(module))
+            except Exception:  # whatever code makes of a way that it does not go by itself
+                wrong.add(module)
+                return
+            if not _same(real, [*seen, (module, _print(again))]):
+                wrong.add(module)
+
+        handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+        for module in graphs:
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(module.register_forward_hook(after))
+        self._run_with(handles)
+        return wrong
+
+
+def _print(values: Any) -> list[tuple[torch.Size, float, float]]:
+    """Something short that tells tensors apart: shape, norm, and a weighted sum."""
+    prints = []
+    for t in tree_leaves(values):
+        if isinstance(t, Tensor) and t.layout is torch.strided:
+            v = (torch.view_as_real(t) if t.is_complex() else t).detach().flatten().cpu().double()
+            prints.append((t.shape, v.norm().item(), (v @ torch.linspace(1, 2, len(v), dtype=v.dtype)).item()))
+    return sorted(prints)
+
+
+def _same(one: list[tuple[nn.Module, Any]], other: list[tuple[nn.Module, Any]]) -> bool:
+    if [(module, [p[0] for p in prints]) for module, prints in one] != [
+        (module, [p[0] for p in prints]) for module, prints in other
+    ]:
+        return False
+    pairs = zip(*([p for _, prints in side for p in prints] for side in (one, other)), strict=True)
+    # Far above what the order of a sum may change.
+    return all(
+        math.isnan(a + b) or (math.isclose(a, b, rel_tol=1e-5) and abs(x - y) <= 1e-5 * a * math.sqrt(n.numel()))
+        for (n, a, x), (_, b, y) in pairs
+    )
 
 
 class _Tracer(fx.Tracer):
@@ -779,7 +870,8 @@ class _Tracer(fx.Tracer):
 class _Reading:
     """What the graphs of a backbone, in its present mode, prove.
 
-    The backbone is one graph if it can be traced; else its children are, as far down as needed.
+    The backbone is one graph if it can be traced, and the graph computes what it does; else its children are, as far
+    down as needed.
 
     Attributes:
         norms: The σNorm layers by name.
@@ -797,7 +889,8 @@ class _Reading:
         self.modules: dict[fx.Node, nn.Module] = {}
         self.calls: dict[nn.Module, list[fx.Node]] = {}
         self.direct: set[nn.Module] = set()
-        graphs = list(self._trace(net))
+        self.held: set[fx.Node] = set()
+        graphs = self._graphs()
         for prefix, graph in graphs:
             for node in graph.nodes:
                 if node.op == "call_module":
@@ -810,11 +903,50 @@ class _Reading:
         if graphs and graphs[0][0] == "":
             self._share(graphs[0][1])
 
-    def _trace(self, module: nn.Module) -> Iterator[tuple[str, fx.Graph]]:
+    def _graphs(self) -> list[tuple[str, fx.Graph]]:
+        """The graphs that compute what the code does."""
+        modes = {layer: layer.training for layer in self.norms.values()}
+        buffers = {buffer: buffer.clone() for buffer in self.net.buffers()}
+        graphs: list[tuple[str, fx.Graph]] = []
+        found = dict(self._trace(self.net))
+        try:
+            for layer in modes:  # which would take another batch for their statistics
+                layer.training = False
+            with torch.random.fork_rng(sorted({p.device.index for p in self.net.parameters() if p.is_cuda})):
+                while found:
+                    wrong = self.example.differing(found)
+                    graphs += [(self.names[module], graph) for module, graph in found.items() if module not in wrong]
+                    self.failures += [(self.names[module], "does something else when it is traced") for module in wrong]
+                    found = {m: graph for module in wrong for m, graph in self._below(module)}
+        finally:
+            for layer, mode in modes.items():
+                layer.training = mode
+            for buffer, value in buffers.items():
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+        return graphs
+
+    def _below(self, module: nn.Module) -> Iterator[tuple[nn.Module, fx.Graph]]:
+        for child in module.children():
+            if not isinstance(child, _OWN) and _gated_inside(child):
+                yield from self._trace(child)
+
+    def _trace(self, module: nn.Module) -> Iterator[tuple[nn.Module, fx.Graph]]:
         name = self.names[module]
         if self.example.count[module] == 1:
             try:
-                yield name, _Tracer(*self.example.calls[module]).trace(module)
+                with _restoring(module):
+                    before = torch.get_rng_state(), random.getstate()
+                    graph = _Tracer(*self.example.calls[module]).trace(module)
+                    if not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate():
+                        torch.set_rng_state(before[0])
+                        random.setstate(before[1])
+                        raise RuntimeError("it draws random numbers")
+                    attributes = tree_leaves([list(vars(inner).values()) for inner in module.modules()])
+                    self.held |= {leaf.node for leaf in attributes if isinstance(leaf, fx.Proxy)}
+                    constants = {name: t for name, t in vars(module).items() if name.startswith("_tensor_constant")}
+                vars(module).update(constants)
+                yield module, graph
                 return
             # Any code of a backbone may fail in any way when it is traced.
             except Exception as error:
@@ -822,9 +954,7 @@ class _Reading:
                 self.failures.append((name, f"cannot be traced ({type(error).__name__}: {first})"))
         else:
             self.failures.append((name, f"is called {self.example.count[module]} times"))
-        for child in module.children():
-            if not isinstance(child, _OWN) and _gated_inside(child):
-                yield from self._trace(child)
+        yield from self._below(module)
 
     def place(self, name: str) -> _Place:
         """Tell what may be left out around a σNorm layer."""
@@ -838,6 +968,8 @@ class _Reading:
             return _Place(reason=f"{self._called(where)} {why}")
         if problem := self._several(norm):
             return _Place(reason=f"it {problem}")
+        if norm not in self.example.dims:
+            return _Place(reason="it is called in training alone")
         open_zero = next((problem for child in norm.children() if (problem := self._zero(child))), None)
         if open_zero:
             return _Place(reason=f"its {open_zero}")
@@ -889,6 +1021,8 @@ class _Reading:
         name = self._called(self.names[layer])
         if self.names[layer] in self.shared:
             return None, f"{name} runs once for all members"
+        if before in self.held:
+            return None, f"an attribute keeps what {name} returns"
         others = [user for user in before.users if user is not node]
         if others:
             return None, f"{self._what(others[0])} reads {name} too"
@@ -903,6 +1037,8 @@ class _Reading:
         open_nodes = [(node, dims, axis)]
         while open_nodes:
             node, dims, axis = open_nodes.pop()
+            if node in self.held:
+                return (), "an attribute keeps it"
             for user in node.users:
                 if user.args[:1] != (node,) or node in tree_leaves((user.args[1:], user.kwargs)):
                     return (), f"{self._what(user)} reads it"
@@ -962,6 +1098,8 @@ class _Reading:
         name = self._called(self.names[module])
         if not _channelwise(module):
             return f"{name} is a {type(module).__name__}"
+        if module in self.hooked:
+            return f"{name} has hooks"
         if isinstance(module, nn.Identity) or _drops(module):
             return None
         like = next(module.parameters(), torch.zeros(1))
@@ -1029,7 +1167,7 @@ def _join(prefix: str, name: str) -> str:
 
 def _channelwise(module: nn.Module) -> bool:
     kind = type(module)
-    if kind is nn.PReLU:
+    if isinstance(module, nn.PReLU):
         return module.num_parameters == 1
     if kind in _POINTWISE or kind is nn.Identity or _drops(module):
         return True
