@@ -108,7 +108,7 @@ def test_card_tells_the_story(digits):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"name": "digit"}, ValueError, r"'digit'.*\['digits', 'images', 'sst2'\]"),
+        ({"name": "digit"}, ValueError, r"'digit'.*\['digits', 'image_files', 'images', 'sst2'\]"),
         ({"size": 3}, ValueError, r"unknown \['size'\]"),
         ({"train": 1400}, ValueError, "leave -3 of 1797"),
         ({"train": 9}, ValueError, "train=9.*at least 10"),

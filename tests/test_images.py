@@ -91,7 +91,7 @@ def test_saved_and_loaded_again(folder, tmp_path):
     ("change", "error", "message"),
     [
         ({"train_folder": ["elsewhere"]}, FileNotFoundError, "no data at elsewhere.*SIGMAENS_DATA="),
-        ({"test_folder": ["far"]}, ValueError, r"has the classes \['0'\], not those"),
+        ({"test_folder": ["far"]}, ValueError, r"far.* it lacks \['ape', 'cat'\] and has \['0'\] besides"),
         ({"train": 30}, ValueError, "train=30 and validation=4 leave -18 of 16"),
         ({"test": 20}, ValueError, "test=20 leave -12 of 8"),
         ({"ood_images": 9}, ValueError, "ood_images=9 is more than the 5 images of far"),
