@@ -131,6 +131,7 @@ class Dataset:
             batch_sampler=[batch.tolist() for batch in batches],
             num_workers=workers,
             collate_fn=functools.partial(_collate, mean=self.mean, std=self.std),
+            generator=torch.Generator(),  # else a seed for the workers is drawn from the global one
         )
 
 
@@ -295,7 +296,6 @@ def decode(entry: str, size: int, seed: int | None = None) -> np.ndarray:
         FileNotFoundError, ValueError: if the file is not there, or no image or a damaged one; it is named.
     """
     from PIL import Image, UnidentifiedImageError
-    from torchvision.transforms import v2
 
     cell, _, file = entry.rpartition("|")
     path = locate(file)
@@ -307,14 +307,23 @@ def decode(entry: str, size: int, seed: int | None = None) -> np.ndarray:
     if seed is not None:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would reseed the accelerators too
-            image = v2.RandomHorizontalFlip()(v2.RandomResizedCrop(size)(image))
+            image = _imagenet(size, train=True)(image)
     elif image.size != (size, size):
-        image = v2.CenterCrop(size)(v2.Resize(size * 256 // 224)(image))
+        image = _imagenet(size, train=False)(image)
     pixels = np.asarray(image)
     if cell:
         name, severity = cell.split("/")
         pixels = corrupt(pixels[np.newaxis], name, int(severity), zlib.crc32(file.encode()))[0]
     return pixels
+
+
+@functools.cache
+def _imagenet(size: int, train: bool) -> Callable[[Any], Any]:
+    from torchvision.transforms import v2
+
+    if train:
+        return v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
+    return v2.Compose([v2.Resize(size * 256 // 224), v2.CenterCrop(size)])
 
 
 class _Files(torch.utils.data.Dataset):

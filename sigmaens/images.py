@@ -178,7 +178,7 @@ def folders(
         reduced = "" if side == size else f", reduced to {size}×{size}"
         made = f"CIFAR-C-style: sigmaens.corruptions at {side}×{side} pixels{reduced}"
 
-    entries = list(dict.fromkeys(entry for entry in named.values() if entry is not None))
+    entries = {entry.name: entry for entry in named.values() if entry is not None}.values()
     card: dict[str, Any] = {
         "kind": "image",
         "source": source or "; ".join(entry.source for entry in entries),
