@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torchvision import transforms
 
-from sigmaens import corruptions, data, images
+from sigmaens import baselines, corruptions, data, images, training
 
 SPEC = {
     "name": "images",
@@ -349,3 +349,25 @@ def test_impossible_folders_of_files_are_named(large):
         tar.add(large / "large", "large")
     with pytest.raises(ValueError, match=r"large\.tar/large/train is no folder; .*unpack it"):
         data.build({**FILES, "train_folder": ["large.tar/large/train"]})
+
+
+def test_streamed_files_train_and_predict(large, one_thread):
+    dataset = data.build(FILES)
+    recipe = training.Recipe(epochs=2, batch_size=3, lr=0.01, schedule="constant")
+
+    def trained():
+        torch.manual_seed(0)
+        model = baselines.DeepEnsemble([torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 56 * 56, 2))])
+        history = training.fit(model, dataset, recipe, seed=1)
+        return model, history
+
+    model, history = trained()
+    again, repeated = trained()
+    assert history == repeated
+    assert history[0]["cross_entropy"] != history[1]["cross_entropy"]
+    logits = training.predict(model, dataset.test.inputs, dataset, batch_size=4)
+    with torch.no_grad():
+        truth = again.eval()(dataset.tensor(dataset.test.inputs))
+    torch.testing.assert_close(torch.from_numpy(logits), truth)
+    shifted = dataset.corrupted["brightness", 5]
+    assert not np.allclose(training.predict(model, shifted, dataset), logits)
