@@ -277,6 +277,10 @@ def _list(source: str | list[str]) -> tuple[list[str], list[int], list[str]]:
     from torchvision.datasets.folder import find_classes, make_dataset
 
     path = locate(source)
+    if not path.is_relative_to(sources.root()):
+        raise ValueError(
+            f"{path} must lie below SIGMAENS_DATA={sources.root()}, which the names of files are relative to"
+        )
     if not path.is_dir():
         raise ValueError(f"{path} is no folder; images that are streamed are not read from archives, unpack it")
     try:

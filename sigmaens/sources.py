@@ -195,7 +195,7 @@ def _files(entry: Known, part: str) -> list[_File]:
     wanted = "train" if part == "train" else "t10k"
     return [
         _File(
-            (f"{entry.torchvision}/raw/{name}", f"{entry.torchvision}/raw/{name.removesuffix('.gz')}", name),
+            (f"{entry.torchvision}/raw/{name}", f"{entry.torchvision}/raw/{name.removesuffix('.gz')}"),
             tuple(f"{mirror}{name}" for mirror in home.mirrors),
             md5,
         )
@@ -205,11 +205,14 @@ def _files(entry: Known, part: str) -> list[_File]:
 
 
 def _find(entry: Known, file: _File) -> Path | None:
-    """Return where a file, or what it was unpacked to, lies: below the root, or in the system's folder."""
-    folders = [root(), root() / entry.name]
-    places = [folder / place for folder in folders for place in file.places]
+    """Return where a file, or what it was unpacked to, lies: below the root, or in the system's folder.
+
+    The folder of the set's own name is another root, and may hold the file itself.
+    """
+    own, name = root() / entry.name, Path(file.places[0]).name
+    places = [folder / place for folder in (root(), own) for place in file.places] + [own / name]
     if entry.name in _SYSTEM:
-        places.append(_SYSTEM[entry.name] / Path(file.places[0]).name)
+        places.append(_SYSTEM[entry.name] / name)
     return next((place for place in places if place.exists()), None)
 
 
@@ -233,11 +236,12 @@ def _download(entry: Known, file: _File) -> Path:
     target = root() / file.places[0]
     problems = []
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".download-", dir=target.parent) as folder, _quiet():
+        root().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".download-", dir=root()) as folder, _quiet():
             for url in file.urls:
                 try:
                     download_url(url, folder, target.name, file.md5)
+                    target.parent.mkdir(parents=True, exist_ok=True)
                     os.replace(Path(folder, target.name), target)
                     return target
                 except RuntimeError:  # how torchvision says that the checksum is another

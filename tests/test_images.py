@@ -336,6 +336,11 @@ def test_a_truncated_file_is_named_by_whoever_decodes_it(large):
 
 
 def test_impossible_folders_of_files_are_named(large):
+    (large / "elsewhere").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SIGMAENS_DATA", str(large / "elsewhere"))
+        with pytest.raises(ValueError, match=r"large/train must lie below SIGMAENS_DATA="):
+            data.build({**FILES, "train_folder": [str(large / "large/train")]})
     for file in (large / "large/val/n02").iterdir():
         file.unlink()
     with pytest.raises(ValueError, match=r"large/val is no folder of images <class>/<file>: .*n02"):

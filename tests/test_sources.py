@@ -7,9 +7,11 @@ import io
 import os
 import pickle
 import resource
+import socket
 import struct
 import tarfile
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -87,7 +89,7 @@ def server(tmp_path):
     remote.parent.mkdir()
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        sent = None
+        sent, silent = None, 0.0
 
         def do_GET(self):
             content = remote.read_bytes()
@@ -95,6 +97,7 @@ def server(tmp_path):
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content[: self.sent])
+            time.sleep(self.silent)
 
         def log_message(self, *_):
             pass
@@ -506,7 +509,7 @@ def test_the_catalogue_agrees_with_torchvision():
 
 
 def leftovers(folder):
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
 def test_a_download_is_kept_and_not_repeated(archive, home):
@@ -520,7 +523,7 @@ def test_without_a_named_folder_downloads_go_to_the_cache(archive, home, tmp_pat
     monkeypatch.delenv("SIGMAENS_DATA")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     images.read("set:cifar10/test")
-    assert leftovers(tmp_path / "cache") == ["sigmaens/cifar.tar.gz"]
+    assert leftovers(tmp_path / "cache") == ["sigmaens", "sigmaens/cifar.tar.gz"]
 
 
 def test_an_interrupted_download_leaves_nothing_and_can_be_repeated(archive, server, home):
@@ -532,6 +535,15 @@ def test_an_interrupted_download_leaves_nothing_and_can_be_repeated(archive, ser
     assert leftovers(home) == []
     server.sent = None
     assert len(images.read("set:cifar10/test")[0]) == 40
+
+
+def test_a_download_that_says_nothing_any_more_is_given_up(archive, server, home, monkeypatch):
+    monkeypatch.setattr(sources, "_TIMEOUT", 0.1)
+    server.sent, server.silent = 1000, 1.0
+    with pytest.raises(FileNotFoundError, match=r"no cifar10 in .*tried: .*timed out"):
+        images.read("set:cifar10/test")
+    assert leftovers(home) == []
+    assert socket.getdefaulttimeout() is None
 
 
 def test_a_download_of_another_checksum_leaves_nothing(archive, home):
