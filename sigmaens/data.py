@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import importlib
 import inspect
 import json
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sigmaens.corruptions import SEVERITIES, STANDARD, block_mean, corrupt_small
+from sigmaens.corruptions import SEVERITIES, STANDARD, block_mean, corrupt, corrupt_small
 
 __all__ = [
     "Dataset",
@@ -27,6 +29,7 @@ __all__ = [
     "black",
     "build",
     "check_labels",
+    "decode",
     "load",
     "locate",
     "save",
@@ -42,7 +45,8 @@ _SPLITS, _FIELDS = ("train", "validation", "test", "rated"), ("inputs", "labels"
 class Split:
     """Inputs, and their labels (N,): int64 classes, or float64 ratings.
 
-    Inputs are images (N, H, W, C) uint8, or token ids (N, L) int32 padded at the end.
+    Inputs are images (N, H, W, C) uint8; or token ids (N, L) int32 padded at the end; or, of sets too large for
+    memory, names of image files (N,) as `decode` takes them.
     """
 
     inputs: np.ndarray
@@ -76,6 +80,11 @@ class Dataset:
         return self.card["kind"] == "text"
 
     @property
+    def is_streamed(self) -> bool:
+        """Whether the inputs are files of images, decoded when needed."""
+        return bool(self.card.get("streamed"))
+
+    @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, in the order of the labels."""
         return tuple(self.card["classes"])
@@ -94,7 +103,36 @@ class Dataset:
         """Return inputs as a network takes them: images by `to_tensor`, tokens as int64 (N, L)."""
         if self.is_text:
             return torch.from_numpy(inputs.astype(np.int64))
-        return to_tensor(inputs, self.mean, self.std)
+        return to_tensor(self.pixels(inputs), self.mean, self.std)
+
+    def pixels(self, inputs: np.ndarray) -> np.ndarray:
+        """Return images (N, H, W, C) uint8, decoded as for evaluation if the inputs are files."""
+        return np.stack([decode(entry, self.card["shape"][0]) for entry in inputs]) if self.is_streamed else inputs
+
+    def stream(
+        self, inputs: np.ndarray, batches: Sequence[Tensor], seed: int | None = None, workers: int | None = None
+    ) -> Iterator[Tensor]:
+        """Yield `tensor(inputs[batch])` for each batch of row numbers; files are decoded ahead by worker processes.
+
+        Args:
+            inputs: Of this data set.
+            batches: Row numbers of each batch.
+            seed: Of files: crop and flip at random as in training, each row as its number and the seed decide,
+                whoever decodes it. None is evaluation.
+            workers: Processes; None takes one for each core, 8 at most; 0 decodes in this one.
+        """
+        if not self.is_streamed:
+            yield from (self.tensor(inputs[batch.numpy()]) for batch in batches)
+            return
+        if workers is None:
+            workers = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        yield from torch.utils.data.DataLoader(
+            _Files(inputs, self.card["shape"][0], seed),
+            batch_sampler=[batch.tolist() for batch in batches],
+            num_workers=workers,
+            collate_fn=functools.partial(_collate, mean=self.mean, std=self.std),
+            generator=torch.Generator(),  # else a seed for the workers is drawn from the global one
+        )
 
 
 def build(spec: dict[str, Any]) -> Dataset:
@@ -103,10 +141,10 @@ def build(spec: dict[str, Any]) -> Dataset:
     The spec alone decides the result, with the files it names; the global random states neither matter nor change.
 
     Args:
-        spec: `name` and that builder's own options, all of them. For `digits` (8×8 grey, scikit-learn): `train` and
-            `validation` sizes, the rest being the test split; `ood_images` for each of the two photographs;
-            `split_seed` ≥ 0 for splits, patches and corruptions. For `images` see `images.folders`, for `sst2`
-            `text.sst2`.
+        spec: `name` and that builder's own options, all that have no default. For `digits` (8×8 grey, scikit-learn):
+            `train` and `validation` sizes, the rest being the test split; `ood_images` for each of the two photographs;
+            `split_seed` ≥ 0 for splits, patches and corruptions. For `images` see `images.folders`, for
+            `image_files` `images.files`, for `sst2` `text.sst2`.
 
     Raises:
         TypeError: an option of another type than the builder's.
@@ -120,10 +158,11 @@ def build(spec: dict[str, Any]) -> Dataset:
     module, function = _BUILDERS[name]
     builder = getattr(importlib.import_module(f"sigmaens.{module}"), function)
     expected = inspect.signature(builder).parameters
-    if options.keys() != set(expected):
+    required = {option for option, parameter in expected.items() if parameter.default is parameter.empty}
+    if not required <= options.keys() <= expected.keys():
         raise ValueError(
             f"options of data set {name!r} must be {sorted(expected)}: "
-            f"missing {sorted(expected - options.keys())}, unknown {sorted(options.keys() - expected)}"
+            f"missing {sorted(required - options.keys())}, unknown {sorted(options.keys() - expected)}"
         )
     for option, value in options.items():
         _check_option(option, value, expected[option].annotation)
@@ -167,17 +206,26 @@ def save(dataset: Dataset, folder: str | Path) -> None:
     """Write `arrays.npz` and `card.json`; equal data sets give equal bytes, whenever they are written.
 
     Each file appears whole or not at all, the card last: what an interrupted call leaves behind, `load` refuses.
+
+    Raises:
+        OSError: naming the file that a full or read-only disk does not take.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     for file, write in (
         ("arrays.npz", lambda stream: np.savez_compressed(stream, **_flatten(dataset))),
         ("card.json", lambda stream: stream.write((json.dumps(dataset.card, indent=2) + "\n").encode())),
     ):
         unfinished = folder / f".{file}.unfinished"
-        with unfinished.open("wb") as stream:
-            write(stream)
-        os.replace(unfinished, folder / file)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with unfinished.open("wb") as stream:
+                write(stream)
+            os.replace(unfinished, folder / file)
+        except OSError as error:
+            raise OSError(error.errno, f"cannot write: {error.strerror}", str(folder / file)) from error
+        finally:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
 
 
 def load(folder: str | Path) -> Dataset:
@@ -230,6 +278,67 @@ def to_tensor(images: np.ndarray, mean: tuple[float, ...], std: tuple[float, ...
         )
     scaled = (images / np.float32(255) - np.float32(mean)) / np.float32(std)
     return torch.from_numpy(scaled).permute(0, 3, 1, 2)
+
+
+def decode(entry: str, size: int, seed: int | None = None) -> np.ndarray:
+    """Return the image (size, size, 3) uint8 of a file, by the usual transforms of ImageNet.
+
+    Evaluation scales the shorter side to size · 256/224 and cuts out the centre; an image that has the size already,
+    as those of ImageNet-C, is left. Training cuts out 8 … 100 % of the area, of aspect 3/4 … 4/3, and mirrors half.
+
+    Args:
+        entry: `<file>` below SIGMAENS_DATA, or `<corruption>/<severity>|<file>`, corrupted after the transform with
+            noise that the file's name decides.
+        size: Height and width, pixels.
+        seed: Of a training transform; None is evaluation.
+
+    Raises:
+        FileNotFoundError, ValueError: if the file is not there, or no image or a damaged one; it is named.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    cell, _, file = entry.rpartition("|")
+    path = locate(file)
+    try:
+        with Image.open(path) as opened:
+            image = opened.convert("RGB")
+    except (UnidentifiedImageError, OSError, SyntaxError) as error:
+        raise ValueError(f"{path} is no image, or a damaged one: {error}") from None
+    if seed is not None:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would reseed the accelerators too
+            image = _imagenet(size, train=True)(image)
+    elif image.size != (size, size):
+        image = _imagenet(size, train=False)(image)
+    pixels = np.asarray(image)
+    if cell:
+        name, severity = cell.split("/")
+        pixels = corrupt(pixels[np.newaxis], name, int(severity), zlib.crc32(file.encode()))[0]
+    return pixels
+
+
+@functools.cache
+def _imagenet(size: int, train: bool) -> Callable[[Any], Any]:
+    from torchvision.transforms import v2
+
+    if train:
+        return v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
+    return v2.Compose([v2.Resize(size * 256 // 224), v2.CenterCrop(size)])
+
+
+class _Files(torch.utils.data.Dataset):
+    """Files as a DataLoader's workers take them."""
+
+    def __init__(self, entries: np.ndarray, size: int, seed: int | None):
+        self.entries, self.size, self.seed = entries, size, seed
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        seed = None if self.seed is None else int(np.random.SeedSequence([self.seed, row]).generate_state(1)[0])
+        return decode(str(self.entries[row]), self.size, seed)
+
+
+def _collate(images: list[np.ndarray], mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    return to_tensor(np.stack(images), mean, std)
 
 
 def black(mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
@@ -316,7 +425,12 @@ def _digits(train: int, validation: int, ood_images: int, split_seed: int) -> Da
     )
 
 
-_BUILDERS = {"digits": ("data", "_digits"), "images": ("images", "folders"), "sst2": ("text", "sst2")}
+_BUILDERS = {
+    "digits": ("data", "_digits"),
+    "images": ("images", "folders"),
+    "image_files": ("images", "files"),
+    "sst2": ("text", "sst2"),
+}
 
 
 def stratify(inputs: np.ndarray, labels: np.ndarray, sizes: dict[str, int], seed: int) -> list[Split]:
@@ -375,7 +489,7 @@ def assemble(
 ) -> Dataset:
     """Return a data set whose card is completed with what follows from the arrays: sizes, shape, checksum.
 
-    Of images, the normalisation too.
+    Of images, the normalisation too. A card that states shape and normalisation itself keeps them.
     """
     train, validation, test = splits
     for split in splits:
@@ -390,9 +504,9 @@ def assemble(
             **{f"ood/{name}": len(inputs) for name, inputs in ood.items()},
             **({"rated": len(rated.labels)} if rated else {}),
         },
-        "shape": list(train.inputs.shape[1:]),
     }
-    if card["kind"] == "image":
+    card.setdefault("shape", list(train.inputs.shape[1:]))
+    if card["kind"] == "image" and "normalisation" not in card:
         pixels = train.inputs.astype(np.float64) / 255
         mean, std = pixels.mean(axis=(0, 1, 2)), pixels.std(axis=(0, 1, 2))
         card["normalisation"] = {"from": "train", "mean": mean.tolist(), "std": std.tolist()}

@@ -58,7 +58,8 @@ class Recipe:
         momentum, nesterov: Of SGD.
         weight_decay: On everything but the scale logits and the vectors of BatchEnsemble.
         schedule: "constant", "step" (× `factor` after each epoch in `milestones`), "cosine" or "one_cycle".
-        crop: Padding of the random crop, pixels. flip: Mirror at random. Of images alone.
+        crop: Padding of the random crop, pixels. flip: Mirror at random. Of images in memory; those that are streamed
+            take the usual augmentation of ImageNet (`data.decode`).
         precision: "no", "bf16" or "fp16", as accelerate names them.
     """
 
@@ -182,7 +183,7 @@ def fit(
     accelerator = Accelerator(mixed_precision=recipe.precision)
     if accelerator.num_processes > 1:
         raise ValueError(f"fit trains in one process, not in {accelerator.num_processes}")
-    inputs = dataset.tensor(split.inputs).to(accelerator.device)
+    inputs = None if dataset.is_streamed else dataset.tensor(split.inputs).to(accelerator.device)
     labels = torch.from_numpy(split.labels).to(accelerator.device)
     fill = None if dataset.is_text else datasets.black(dataset.mean, dataset.std).to(accelerator.device)
     lengths = _lengths(dataset, split.inputs) if dataset.is_text else None
@@ -212,10 +213,15 @@ def fit(
             lr = optimizer.param_groups[0]["lr"]
             before = watch.gates(model)
             losses = []
-            for batch in _batches(sizes, draw, lengths):
-                x = inputs[batch]
-                if fill is not None:
-                    x = datasets.augment(x, recipe.crop, recipe.flip, draw, fill)
+            batches = _batches(sizes, draw, lengths)
+            decoded = dataset.stream(split.inputs, batches, seed=torch.initial_seed()) if inputs is None else None
+            for batch in batches:
+                if inputs is None:
+                    x = next(decoded).to(accelerator.device)
+                else:
+                    x = inputs[batch]
+                    if fill is not None:
+                        x = datasets.augment(x, recipe.crop, recipe.flip, draw, fill)
                 optimizer.zero_grad()
                 cross_entropy, extra = 0.0, torch.zeros(()) if penalty is None else penalty(model)
                 passes, left = _passes(prepared, x), extra
@@ -360,11 +366,10 @@ def predict(
     """
     device = next(model.parameters()).device
     model.eval()
-    x = dataset.tensor(inputs)
-    order = _lengths(dataset, inputs).argsort(stable=True) if dataset.is_text else torch.arange(len(x))
+    order = _lengths(dataset, inputs).argsort(stable=True) if dataset.is_text else torch.arange(len(inputs))
     parts = order.split(batch_size or (50 if dataset.is_text else 500))
     with _deterministic():
-        logits = [model(x[part].to(device)).float().cpu() for part in parts]
+        logits = [model(x.to(device)).float().cpu() for x in dataset.stream(inputs, parts)]
     return torch.cat(logits)[order.argsort()].contiguous().numpy()
 
 
@@ -393,7 +398,7 @@ def backbone(dataset: datasets.Dataset, settings: dict[str, Any], seed: int) -> 
 
 
 def _backbone(dataset: datasets.Dataset, settings: dict[str, Any]) -> nn.Module:
-    channels = None if dataset.is_text else dataset.train.inputs.shape[3]
+    channels = None if dataset.is_text else 3 if dataset.is_streamed else dataset.train.inputs.shape[3]
     return backbones.build(classes=len(dataset.classes), in_channels=channels, **settings["backbone"])
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import resource
 import time
 import zipfile
 
@@ -108,7 +109,7 @@ def test_card_tells_the_story(digits):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"name": "digit"}, ValueError, r"'digit'.*\['digits', 'images', 'sst2'\]"),
+        ({"name": "digit"}, ValueError, r"'digit'.*\['digits', 'image_files', 'images', 'sst2'\]"),
         ({"size": 3}, ValueError, r"unknown \['size'\]"),
         ({"train": 1400}, ValueError, "leave -3 of 1797"),
         ({"train": 9}, ValueError, "train=9.*at least 10"),
@@ -164,6 +165,23 @@ def test_interrupted_save_leaves_the_old_files(digits, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         data.save(digits, tmp_path)
     assert data.load(tmp_path).card == digits.card
+
+
+def test_a_full_disk_is_named_and_nothing_stays(digits, tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OSError, match=r"cannot write: File too large: '.*arrays\.npz'"):
+            data.save(digits, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_takes_no_files_is_named(digits, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"cannot write: Not a directory: '.*file/digits/arrays\.npz'"):
+        data.save(digits, tmp_path / "file" / "digits")
 
 
 def damage(folder, how):

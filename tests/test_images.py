@@ -2,12 +2,15 @@
 
 import io
 import tarfile
+import zlib
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from torchvision import transforms
 
-from sigmaens import data, images
+from sigmaens import baselines, corruptions, data, images, training
 
 SPEC = {
     "name": "images",
@@ -91,17 +94,42 @@ def test_saved_and_loaded_again(folder, tmp_path):
     ("change", "error", "message"),
     [
         ({"train_folder": ["elsewhere"]}, FileNotFoundError, "no data at elsewhere.*SIGMAENS_DATA="),
-        ({"test_folder": ["far"]}, ValueError, r"has the classes \['0'\], not those"),
+        ({"test_folder": ["far"]}, ValueError, r"far.* it lacks \['ape', 'cat'\] and has \['0'\] besides"),
         ({"train": 30}, ValueError, "train=30 and validation=4 leave -18 of 16"),
         ({"test": 20}, ValueError, "test=20 leave -12 of 8"),
         ({"ood_images": 9}, ValueError, "ood_images=9 is more than the 5 images of far"),
         ({"train": 2.5}, TypeError, "train must be an integer"),
         ({"source": ""}, TypeError, "source must be a text"),
+        ({"channels": 2}, ValueError, "channels must be 1 or 3, got 2"),
     ],
 )
 def test_impossible_specs_are_named(folder, change, error, message):
     with pytest.raises(error, match=message):
         data.build({**SPEC, **change})
+
+
+def test_folders_that_nobody_knows_must_be_described(folder):
+    with pytest.raises(ValueError, match=r"source and licence must be given, since \['train', 'test', 'ood/far'\]"):
+        data.build({option: value for option, value in SPEC.items() if option != "licence"})
+
+
+def test_a_class_that_the_test_folder_lacks_is_named(folder):
+    for file in (folder / "set/test/cat").iterdir():
+        file.unlink()
+    with pytest.raises(ValueError, match=r"it lacks \['cat'\] and has \[\] besides"):
+        data.build(SPEC)
+
+
+def test_small_and_grey_images_are_corrupted_large(folder):
+    dataset = data.build({**SPEC, "size": 28, "channels": 1})
+    colour = data.build({**SPEC, "size": 28})
+    luma = colour.train.inputs @ np.array([0.299, 0.587, 0.114])
+    # Grey is made before the size, each with a rounding of its own.
+    assert abs(dataset.train.inputs[..., 0] - luma).max() < 2
+    assert dataset.card["corruptions"] == "CIFAR-C-style: sigmaens.corruptions at 56×56 pixels, reduced to 28×28"
+    for name, severity in (("brightness", 2), ("gaussian_noise", 4)):
+        truth = corruptions.corrupt_small(dataset.test.inputs, name, severity, seed=0, size=56)
+        np.testing.assert_array_equal(dataset.corrupted[name, severity], truth)
 
 
 def test_no_folder_is_named_with_the_way_to_give_one(monkeypatch):
@@ -134,3 +162,217 @@ def test_another_size_is_refused_unless_one_is_asked_for(folder):
     with pytest.raises(ValueError, match=r"cat/9\.png .* has \(40, 40\) pixels, not \(32, 32\)"):
         images.read("set/train")
     assert images.read("set/train", size=32)[0].shape == (17, 32, 32, 3)
+
+
+FILES = {
+    "name": "image_files",
+    "train_folder": ["large/train"],
+    "test_folder": ["large/val"],
+    "size": 56,
+    "train": 8,
+    "validation": 4,
+    "test": 6,
+    "ood": {"far": ["large/far"]},
+    "split_seed": 0,
+    "source": "made for this test",
+    "licence": "none",
+}
+
+
+@pytest.fixture
+def large(tmp_path, monkeypatch):
+    """Two classes of photographs of several sizes, in colour, grey and with a palette."""
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 6), ("val", 3), ("far", 2)):
+        for name in ("n02", "n01"):
+            folder = tmp_path / "large" / part / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                height, width = rng.integers(60, 90, 2)
+                coarse = Image.fromarray(rng.integers(0, 256, (5, 7, 3), dtype=np.uint8)).resize((width, height))
+                coarse.convert(("RGB", "L", "P")[i % 3]).save(folder / f"{i}.png")
+    monkeypatch.setenv("SIGMAENS_DATA", str(tmp_path))
+    monkeypatch.setattr(images, "STANDARD", ["brightness", "gaussian_noise"])
+    return tmp_path
+
+
+def shown(dataset, inputs, **options):
+    """Return what `stream` gives for all inputs, in batches of three."""
+    return torch.cat(list(dataset.stream(inputs, torch.arange(len(inputs)).split(3), **options)))
+
+
+def test_files_are_named_not_read(large):
+    dataset = data.build(FILES)
+    names = [f"large/val/{label}/{i}.png" for label in ("n01", "n02") for i in range(3)]
+    assert dataset.test.inputs.tolist() == names
+    assert dataset.test.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert dataset.classes == ("n01", "n02")
+    assert not {*dataset.train.inputs} & {*dataset.validation.inputs}
+    assert dataset.is_streamed
+    assert dataset.card["shape"] == [56, 56, 3]
+    assert dataset.mean == (0.485, 0.456, 0.406)
+    files = [path for path in (large / "large").rglob("*.png")]
+    assert dataset.card["files"]["count"] == len(files) == 22
+    assert dataset.card["files"]["bytes"] == sum(path.stat().st_size for path in files)
+
+
+def test_named_files_are_saved_and_loaded(large):
+    dataset = data.build(FILES)
+    data.save(dataset, large / "saved")
+    again = data.load(large / "saved")
+    assert again.card == dataset.card
+    assert torch.equal(
+        again.tensor(again.corrupted["gaussian_noise", 3]), dataset.tensor(dataset.corrupted["gaussian_noise", 3])
+    )
+
+
+def test_the_card_knows_every_name_and_size(large):
+    key = "sha256 of names and sizes"
+    before = data.build(FILES).card["files"][key]
+    assert data.build(FILES).card["files"][key] == before
+    path = large / "large/far/n01/0.png"
+    path.write_bytes(path.read_bytes() + b"0")
+    longer = data.build(FILES).card["files"][key]
+    path.rename(path.with_name("renamed.png"))
+    assert len({before, longer, data.build(FILES).card["files"][key]}) == 3
+
+
+def test_evaluation_is_the_usual_transform(large):
+    dataset = data.build(FILES)
+    usual = transforms.Compose(
+        [
+            transforms.Resize(64),
+            transforms.CenterCrop(56),
+            transforms.ToTensor(),
+            transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        ]
+    )
+    truth = torch.stack([usual(Image.open(large / name).convert("RGB")) for name in dataset.test.inputs])
+    torch.testing.assert_close(dataset.tensor(dataset.test.inputs), truth)
+    for workers in (0, 2):
+        assert torch.equal(shown(dataset, dataset.test.inputs, workers=workers), dataset.tensor(dataset.test.inputs))
+
+
+def test_training_draws_by_seed_and_row_alone(large):
+    dataset = data.build(FILES)
+    inputs = np.repeat(dataset.train.inputs[:1], 6)
+    state = torch.get_rng_state()
+    first = shown(dataset, inputs, seed=1, workers=0)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(5)
+    assert torch.equal(shown(dataset, inputs, seed=1, workers=2), first)
+    single = torch.cat(list(dataset.stream(inputs, [torch.tensor([4]), torch.tensor([2])], seed=1, workers=0)))
+    assert torch.equal(single, first[[4, 2]])
+    assert not torch.equal(shown(dataset, inputs, seed=2, workers=0), first)
+    assert len({view.numpy().tobytes() for view in first}) == 6
+
+
+def test_half_of_the_training_images_are_mirrored(large):
+    image = np.zeros((60, 60, 3), np.uint8)
+    image[:] = np.arange(0, 240, 4, dtype=np.uint8)[:, np.newaxis]
+    Image.fromarray(image).save(large / "large/train/n01/ramp.png")
+    views = [data.decode("large/train/n01/ramp.png", 56, seed=seed)[28, :, 0].astype(int) for seed in range(100)]
+    mirrored = sum(view[0] > view[-1] for view in views)
+    assert 35 <= mirrored <= 65
+    assert len({(min(view), max(view)) for view in views}) > 20
+
+
+def test_images_in_memory_are_streamed_as_they_are(folder):
+    dataset = data.build(SPEC)
+    assert torch.equal(shown(dataset, dataset.test.inputs), dataset.tensor(dataset.test.inputs))
+    assert dataset.pixels(dataset.test.inputs) is dataset.test.inputs
+
+
+def test_files_are_corrupted_when_decoded(large):
+    dataset = data.build(FILES)
+    assert dataset.card["corruptions"] == "ImageNet-C-style: sigmaens.corruptions at 56×56 pixels"
+    assert dataset.corrupted.keys() == {(n, s) for n in images.STANDARD for s in range(1, 6)}
+    clean = dataset.pixels(dataset.test.inputs)
+    for cell, inputs in dataset.corrupted.items():
+        for i, name in enumerate(dataset.test.inputs):
+            truth = corruptions.corrupt(clean[i : i + 1], *cell, zlib.crc32(name.encode()))
+            np.testing.assert_array_equal(dataset.pixels(inputs[i : i + 1]), truth)
+
+
+@pytest.fixture
+def imagenet_c(large):
+    """An ImageNet-C of the test images, each of one colour that tells the severity."""
+    for name in images.STANDARD:
+        for severity in range(1, 6):
+            for file in (large / "large/val").glob("*/*"):
+                path = large / "ImageNet-C" / name / str(severity) / file.parent.name / file.name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                pixels = np.random.default_rng(severity).integers(0, 256, (56, 56, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(path)
+    return large / "ImageNet-C"
+
+
+def test_real_corrupted_files_are_taken_as_they_are(imagenet_c):
+    dataset = data.build({**FILES, "corrupted": ["ImageNet-C"]})
+    assert dataset.card["corruptions"].startswith("ImageNet-C: the files of Hendrycks")
+    for (name, severity), inputs in dataset.corrupted.items():
+        assert inputs[0] == f"ImageNet-C/{name}/{severity}/n01/0.png"
+        truth = np.random.default_rng(severity).integers(0, 256, (56, 56, 3), dtype=np.uint8)
+        assert (dataset.pixels(inputs) == truth).all()
+
+
+def test_a_missing_corrupted_file_is_named(imagenet_c):
+    (imagenet_c / "brightness/4/n02/1.png").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no ImageNet-C/brightness/4/n02/1\.png below .*lacks a test image"):
+        data.build({**FILES, "corrupted": ["ImageNet-C"]})
+
+
+def test_a_truncated_file_is_named_by_whoever_decodes_it(large):
+    dataset = data.build(FILES)
+    name = str(dataset.test.inputs[4])
+    whole = (large / name).read_bytes()
+    (large / name).write_bytes(whole[: len(whole) // 2])
+    for workers in (0, 1):
+        with pytest.raises(ValueError, match=rf"{name} is no image, or a damaged one"):
+            shown(dataset, dataset.test.inputs, workers=workers)
+    (large / name).unlink()
+    with pytest.raises(FileNotFoundError, match=f"no data at {name}"):
+        dataset.tensor(dataset.test.inputs)
+
+
+def test_impossible_folders_of_files_are_named(large):
+    (large / "elsewhere").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SIGMAENS_DATA", str(large / "elsewhere"))
+        with pytest.raises(ValueError, match=r"large/train must lie below SIGMAENS_DATA="):
+            data.build({**FILES, "train_folder": [str(large / "large/train")]})
+    for file in (large / "large/val/n02").iterdir():
+        file.unlink()
+    with pytest.raises(ValueError, match=r"large/val is no folder of images <class>/<file>: .*n02"):
+        data.build(FILES)
+    (large / "large/val/n02").rmdir()
+    with pytest.raises(
+        ValueError, match=r"large/val'\] has not the classes of .* it lacks \['n02'\] and has \[\] besides"
+    ):
+        data.build(FILES)
+    with tarfile.open(large / "large.tar", "w") as tar:
+        tar.add(large / "large", "large")
+    with pytest.raises(ValueError, match=r"large\.tar/large/train is no folder; .*unpack it"):
+        data.build({**FILES, "train_folder": ["large.tar/large/train"]})
+
+
+def test_streamed_files_train_and_predict(large, one_thread):
+    dataset = data.build(FILES)
+    recipe = training.Recipe(epochs=2, batch_size=3, lr=0.01, schedule="constant")
+
+    def trained():
+        torch.manual_seed(0)
+        model = baselines.DeepEnsemble([torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 56 * 56, 2))])
+        history = training.fit(model, dataset, recipe, seed=1)
+        return model, history
+
+    model, history = trained()
+    again, repeated = trained()
+    assert history == repeated
+    assert history[0]["cross_entropy"] != history[1]["cross_entropy"]
+    logits = training.predict(model, dataset.test.inputs, dataset, batch_size=4)
+    with torch.no_grad():
+        truth = again.eval()(dataset.tensor(dataset.test.inputs))
+    torch.testing.assert_close(torch.from_numpy(logits), truth)
+    shifted = dataset.corrupted["brightness", 5]
+    assert not np.allclose(training.predict(model, shifted, dataset), logits)
