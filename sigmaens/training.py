@@ -205,7 +205,9 @@ def fit(
             if slim and slim.settled(history):
                 out = close(model, slim.threshold)
             if out > left_out:
-                prepared = accelerator.prepare(model.slim(inputs[:2], threshold=0.0, share=True))
+                prepared = accelerator.prepare(
+                    model.slim(_example(dataset).to(accelerator.device), threshold=0.0, share=True)
+                )
                 left_out = out
             prepared.train()
             set_seed(seed + (epoch + 1) * 1_000_003)
@@ -348,7 +350,7 @@ def restore(method: str, checkpoint: Path, dataset: datasets.Dataset, settings: 
     """Return the trained module of a method from its checkpoint; of `sigma_slim` the slim ensemble."""
     model = load(baselines.build(method, lambda: _backbone(dataset, settings), settings), checkpoint)
     if method == "sigma_slim":
-        return model.slim(dataset.tensor(dataset.validation.inputs[:2]), threshold=0.0)
+        return model.slim(_example(dataset), threshold=0.0)
     return model
 
 
@@ -395,6 +397,11 @@ def _die_with_parent() -> None:
 def backbone(dataset: datasets.Dataset, settings: dict[str, Any], seed: int) -> nn.Module:
     """Return the backbone of a profile as it is before training, the first one of a seed."""
     return _seeded(seed * SEED_STRIDE, lambda: _backbone(dataset, settings))
+
+
+def _example(dataset: datasets.Dataset) -> Tensor:
+    """Two inputs, for reading a backbone's graph."""
+    return next(iter(dataset.stream(dataset.validation.inputs, [torch.arange(2)])))
 
 
 def _backbone(dataset: datasets.Dataset, settings: dict[str, Any]) -> nn.Module:
