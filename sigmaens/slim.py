@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import operator
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -296,11 +297,17 @@ def _one_by_one(
     return logits[0] if members == 1 else torch.cat(logits, dim=1)
 
 
+def _first(layer: nn.Module, make: Callable[[], Any]) -> Any:
+    """Return what was made for a layer when the first member called it."""
+    if layer not in _TURN.once:
+        _TURN.once[layer] = make()
+    return _TURN.once[layer]
+
+
 def _once(layer: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
     """Return what a layer returned to the first member."""
-    if layer not in _TURN.once:
-        _TURN.once[layer] = run(x)
-    return _TURN.once[layer].clone() if _TURN.guarded else _TURN.once[layer]
+    y = _first(layer, lambda: run(x))
+    return y.clone() if _TURN.guarded else y
 
 
 def _member() -> int:
@@ -316,6 +323,15 @@ def _pick(x: Tensor, channels: Tensor | None, axis: int = 0) -> Tensor:
     if axis == 1 and _channels_last(x):
         return x.movedim(1, -1).index_select(-1, channels).movedim(-1, 1)
     return x.index_select(axis, channels)
+
+
+def _pick_each(x: Tensor, channels: list[Tensor | None], axis: int = 0) -> Sequence[Tensor]:
+    """`_pick` for every member in one go, so that the backward pass writes one gradient of `x` instead of M."""
+    if all(picked is None for picked in channels):
+        return [x] * len(channels)
+    every = torch.arange(x.shape[axis], device=x.device)
+    channels = [every if picked is None else picked for picked in channels]
+    return _pick(x, torch.cat(channels), axis).split([len(picked) for picked in channels], axis)
 
 
 def _spread(x: Tensor, channels: Tensor | None, axis: int, features: int) -> Tensor:
@@ -341,7 +357,8 @@ class _Readied:
     """
 
     def train(self, mode: bool = True) -> nn.Module:
-        vars(self).pop("_ready", None)
+        if any(module.training != mode for module in self.modules()):
+            vars(self).pop("_ready", None)
         return super().train(mode)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -415,7 +432,7 @@ class _SlimNorm(_Readied, SigmaNorm):
             return ready(x)
         channels = self.channels(m)
         if not self.normalizes_batch:
-            y = self._slice(x, m, self.weight[m].view(self.shape))
+            y = self._slice(x, m, _first(self, self.weight.unbind)[m].view(self.shape))
             return y if self.spreads else _pick(y, channels, self.axis)
         if self.training and x.numel() == x.shape[1]:
             raise ValueError(
@@ -425,8 +442,13 @@ class _SlimNorm(_Readied, SigmaNorm):
         y = self._batch_norm(_pick(x, channels if self.picks else None, 1), m, channels)
         return _spread(y, channels, 1, self.gamma.shape[1]) if self.spreads else y
 
+    def _weights(self) -> Sequence[Tensor]:
+        """The scales of the channels that run, for each member."""
+        every = torch.arange(self.gamma.numel(), device=self.gamma.device).view(self.gamma.shape)
+        return _pick_each(self.weight.flatten(), [_pick(row, self.channels(m)) for m, row in enumerate(every)])
+
     def _batch_norm(self, x: Tensor, m: int, channels: Tensor | None) -> Tensor:
-        owned = {"weight": _pick(self.weight[m], channels)}
+        owned = {"weight": _first(self, self._weights)[m]}
         owned["bias"] = None if self.bias is None else _pick(self.bias, channels)
         statistics = {} if self.running_mean is None else {n: getattr(self, n)[m] for n in _STATISTICS}
         # Copies: the backward pass keeps them, and must not find that another member has written into their storage.
@@ -487,6 +509,7 @@ class _Narrow(_Readied):
 
     def follow(self, side: str, norm: _SlimNorm) -> None:
         """Have the rows or columns that a norm has channels."""
+        self.members = norm.members
         for m in range(norm.members):
             self.register_buffer(f"{side}{m}", norm.channels(m), persistent=False)
 
@@ -495,11 +518,20 @@ class _Narrow(_Readied):
         rows, columns = (self._buffers.get(f"{side}{m}") for side in ("rows", "columns"))
         return _pick(_pick(self.weight, rows), columns, 1), None if self.bias is None else _pick(self.bias, rows)
 
+    def each(self) -> Sequence[tuple[Tensor, Tensor | None]]:
+        """`narrowed` of every member."""
+        rows, columns = ([self._buffers.get(f"{side}{m}") for m in range(self.members)] for side in ("rows", "columns"))
+        biases = [None] * self.members if self.bias is None else _pick_each(self.bias, rows)
+        if all(picked is None for picked in rows):
+            return list(zip(_pick_each(self.weight, columns, 1), biases, strict=True))
+        weights = map(functools.partial(_pick, axis=1), _pick_each(self.weight, rows), columns)
+        return list(zip(weights, biases, strict=True))
+
     def forward(self, x: Tensor) -> Tensor:
         m = _member()
         if not self.shared:
             ready = self.ready(m)
-            return ready(x) if ready else self.apply_to(x, *self.narrowed(m))
+            return ready(x) if ready else self.apply_to(x, *_first(self, self.each)[m])
         return _once(self, x, lambda x: self.apply_to(x, self.weight, self.bias))
 
     def member(self, m: int) -> nn.Module:
