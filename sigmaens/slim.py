@@ -325,13 +325,13 @@ def _pick(x: Tensor, channels: Tensor | None, axis: int = 0) -> Tensor:
     return x.index_select(axis, channels)
 
 
-def _pick_each(x: Tensor, channels: list[Tensor | None], axis: int = 0) -> Sequence[Tensor]:
+def _pick_each(x: Tensor, channels: list[Tensor | None]) -> Sequence[Tensor]:
     """`_pick` for every member in one go, so that the backward pass writes one gradient of `x` instead of M."""
     if all(picked is None for picked in channels):
         return [x] * len(channels)
-    every = torch.arange(x.shape[axis], device=x.device)
+    every = torch.arange(len(x), device=x.device)
     channels = [every if picked is None else picked for picked in channels]
-    return _pick(x, torch.cat(channels), axis).split([len(picked) for picked in channels], axis)
+    return _pick(x, torch.cat(channels)).split([len(picked) for picked in channels])
 
 
 def _spread(x: Tensor, channels: Tensor | None, axis: int, features: int) -> Tensor:
@@ -522,8 +522,6 @@ class _Narrow(_Readied):
         """`narrowed` of every member."""
         rows, columns = ([self._buffers.get(f"{side}{m}") for m in range(self.members)] for side in ("rows", "columns"))
         biases = [None] * self.members if self.bias is None else _pick_each(self.bias, rows)
-        if all(picked is None for picked in rows):
-            return list(zip(_pick_each(self.weight, columns, 1), biases, strict=True))
         weights = map(functools.partial(_pick, axis=1), _pick_each(self.weight, rows), columns)
         return list(zip(weights, biases, strict=True))
 
