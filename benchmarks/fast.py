@@ -72,11 +72,10 @@ def main() -> None:
     head = ["format", "precision", "mode"]
     head += [f"{what}{unit}" for what in ("training step", "evaluation") for unit in (", ms", ", ratio")]
     head += ["change of the logits", "first step and pass, s"]
-    rows = [
-        [*key, *(cell for phase in PHASES for cell in cells(times[phase][key], times[phase][PLAIN]))]
-        + [f"{changes[key]:.0e}" if changes[key] else "0", f"{seconds[key]:.0f}"]
-        for key in variants
-    ]
+    rows = []
+    for key in variants:
+        timed = [cell for phase in PHASES for cell in cells(times[phase][key], times[phase][PLAIN])]
+        rows.append([*key, *timed, f"{changes[key]:.0e}" if changes[key] else "0", f"{seconds[key]:.0f}"])
     splits = [f"{name}: {graphs(net, images)}" for name, net in (("σN-Ens", ens), ("slim", slim(ens, images[:1])))]
     lines = [conditions(setting, given.rounds, given.clock), "", *markdown(head, rows), ""]
     publish([*lines, f"`torch.compile` makes of it: {'; '.join(splits)}."], given.markdown)

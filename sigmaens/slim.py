@@ -432,7 +432,7 @@ class _SlimNorm(_Readied, SigmaNorm):
             return ready(x)
         channels = self.channels(m)
         if not self.normalizes_batch:
-            y = self._slice(x, m, _first(self, self.weight.unbind)[m].view(self.shape))
+            y = self._slice(x, m, _first(self, lambda: self.weight.unbind())[m].view(self.shape))
             return y if self.spreads else _pick(y, channels, self.axis)
         if self.training and x.numel() == x.shape[1]:
             raise ValueError(
