@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import math
 import operator
@@ -397,11 +398,17 @@ def _turns(
         yield logits
 
 
+def _first(layer: nn.Module, make: Callable[[], Any]) -> Any:
+    """Return what was made for a layer when the first member called it."""
+    if layer not in _TURN.once:
+        _TURN.once[layer] = make()
+    return _TURN.once[layer]
+
+
 def _once(layer: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
     """Return what a layer returned to the first member."""
-    if layer not in _TURN.once:
-        _TURN.once[layer] = run(x)
-    return _TURN.once[layer].clone() if _TURN.guarded else _TURN.once[layer]
+    y = _first(layer, lambda: run(x))
+    return y.clone() if _TURN.guarded else y
 
 
 def _member() -> int:
@@ -420,6 +427,15 @@ def _pick(x: Tensor, channels: Tensor | None, axis: int = 0) -> Tensor:
     if axis == 1 and _channels_last(x):
         return x.movedim(1, -1).index_select(-1, channels).movedim(-1, 1)
     return x.index_select(axis, channels)
+
+
+def _pick_each(x: Tensor, channels: list[Tensor | None]) -> Sequence[Tensor]:
+    """`_pick` for every member in one go, so that the backward pass writes one gradient of `x` instead of M."""
+    if all(picked is None for picked in channels):
+        return [x] * len(channels)
+    every = torch.arange(len(x), device=x.device)
+    channels = [every if picked is None else picked for picked in channels]
+    return _pick(x, torch.cat(channels)).split([len(picked) for picked in channels])
 
 
 def _spread(x: Tensor, channels: Tensor | None, axis: int, features: int) -> Tensor:
@@ -445,7 +461,8 @@ class _Readied:
     """
 
     def train(self, mode: bool = True) -> nn.Module:
-        vars(self).pop("_ready", None)
+        if any(module.training != mode for module in self.modules()):
+            vars(self).pop("_ready", None)
         return super().train(mode)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -519,7 +536,7 @@ class _SlimNorm(_Readied, SigmaNorm):
             return ready.forward(x)
         channels = self.channels(m)
         if not self.normalizes_batch:
-            y = self._slice(x, m, self.weight[m].view(self.shape))
+            y = self._slice(x, m, _first(self, lambda: self.weight.unbind())[m].view(self.shape))
             return y if self.spreads else _pick(y, channels, self.axis)
         if self.training and x.numel() == x.shape[1]:
             raise ValueError(
@@ -529,8 +546,13 @@ class _SlimNorm(_Readied, SigmaNorm):
         y = self._batch_norm(_pick(x, channels if self.picks else None, 1), m, channels)
         return _spread(y, channels, 1, self.gamma.shape[1]) if self.spreads else y
 
+    def _weights(self) -> Sequence[Tensor]:
+        """The scales of the channels that run, for each member."""
+        every = torch.arange(self.gamma.numel(), device=self.gamma.device).view(self.gamma.shape)
+        return _pick_each(self.weight.flatten(), [_pick(row, self.channels(m)) for m, row in enumerate(every)])
+
     def _batch_norm(self, x: Tensor, m: int, channels: Tensor | None) -> Tensor:
-        owned = {"weight": _pick(self.weight[m], channels)}
+        owned = {"weight": _first(self, self._weights)[m]}
         owned["bias"] = None if self.bias is None else _pick(self.bias, channels)
         statistics = {} if self.running_mean is None else {n: getattr(self, n)[m] for n in _STATISTICS}
         # Copies: the backward pass keeps them, and must not find that another member has written into their storage.
@@ -591,6 +613,7 @@ class _Narrow(_Readied):
 
     def follow(self, side: str, norm: _SlimNorm) -> None:
         """Have the rows or columns that a norm has channels."""
+        self.members = norm.members
         for m in range(norm.members):
             self.register_buffer(f"{side}{m}", norm.channels(m), persistent=False)
 
@@ -599,12 +622,19 @@ class _Narrow(_Readied):
         rows, columns = (self._buffers.get(f"{side}{m}") for side in ("rows", "columns"))
         return _pick(_pick(self.weight, rows), columns, 1), None if self.bias is None else _pick(self.bias, rows)
 
+    def each(self) -> Sequence[tuple[Tensor, Tensor | None]]:
+        """`narrowed` of every member."""
+        rows, columns = ([self._buffers.get(f"{side}{m}") for m in range(self.members)] for side in ("rows", "columns"))
+        biases = [None] * self.members if self.bias is None else _pick_each(self.bias, rows)
+        weights = map(functools.partial(_pick, axis=1), _pick_each(self.weight, rows), columns)
+        return list(zip(weights, biases, strict=True))
+
     def forward(self, input: Tensor) -> Tensor:  # by the name that torch gives it
         m = _member()
         if not self.shared:
             ready = self.ready(m)
             # Not the call of it, which would run hooks a second time.
-            return ready.forward(input) if ready else self.apply_to(input, *self.narrowed(m))
+            return ready.forward(input) if ready else self.apply_to(input, *_first(self, self.each)[m])
         return _once(self, input, lambda x: self.apply_to(x, self.weight, self.bias))
 
     def member(self, m: int) -> nn.Module:
