@@ -398,7 +398,9 @@ def folded(
         raise ValueError("no tensor with rows in a batch dimension among the arguments")
     args, kwargs = _fold((args, kwargs), batch, members, copied=present is not None)
     current = Pass(members * batch, present)
-    with running(layers, current), _no_fast_path():
+    # torch.compile cannot follow the switch, so it is turned only where it switches something.
+    fused = any(isinstance(module, _FUSED) for module in backbone.modules())
+    with running(layers, current), _no_fast_path() if fused else contextlib.nullcontext():
         output = backbone(*args, **kwargs)
     logits = _logits(output, rows=members * batch)
     if present is not None:
@@ -452,6 +454,9 @@ def _fold(item: Any, batch: int, members: int, copied: bool) -> Any:
         folded = [_fold(value, batch, members, copied) for value in item]
         return type(item)(*folded) if hasattr(item, "_fields") else type(item)(folded)
     return item
+
+
+_FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
 @contextlib.contextmanager
