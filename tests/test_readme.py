@@ -16,7 +16,7 @@ def text():
 
 
 def test_blocks_are_the_results(text):
-    assert len(readme.BLOCK.findall(text)) == 6
+    assert len(readme.BLOCK.findall(text)) == 10
     assert readme.fill(text) == text, "run python -m sigmaens.readme"
 
 
@@ -126,3 +126,22 @@ def test_transformers_example_runs(text, monkeypatch):
 
         monkeypatch.setattr(kind, "from_pretrained", from_pretrained)
     run_example(examples(text)[3], 2)
+
+
+def test_slim_example_runs(text):
+    scope = {}
+    exec(examples(text)[4], scope)
+    ens, slim = scope["ens"], scope["slim"]
+    assert {id(p) for p in slim.parameters()} == {id(p) for p in ens.parameters()}
+    assert scope["loss"].isfinite()
+    assert scope["change"]["accuracy"][0] >= 0
+    assert ens.backbone.conv1.weight.grad.any()
+    assert scope["member"](scope["x"]).shape == (8, 10)
+
+
+def test_export_example_runs(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scope = {}
+    exec(examples(text)[5], scope)
+    assert scope["probabilities"].shape == (7, 10)
+    assert scope["total"] == pytest.approx(scope["aleatoric"] + scope["modulation"], abs=1e-5)
