@@ -334,7 +334,8 @@ class Settling:
 def close(ens: SigmaEnsemble, threshold: float) -> float:
     """Close for good, in place, the regularised gates that are at most `threshold`, and return their share.
 
-    Their scale logits become −∞, so that no gradient opens them again. Gates of channels with a shift β ≠ 0 stay.
+    Their scale logits become −10,000, where a gate is exactly 0 and so is its gradient; −∞ would become NaN under weight
+    decay and in averages of weights. Gates of channels with a shift β ≠ 0 stay.
     """
     closed = total = 0
     for name in ens.regularized:
@@ -342,7 +343,7 @@ def close(ens: SigmaEnsemble, threshold: float) -> float:
         shut = layer.gates <= threshold
         if layer.bias is not None:
             shut &= layer.bias == 0
-        layer.gamma.masked_fill_(shut, -torch.inf)
+        layer.gamma.masked_fill_(shut, -1e4)
         closed, total = closed + shut.sum().item(), total + shut.numel()
     return closed / total
 
