@@ -113,6 +113,7 @@ class SlimEnsemble(SigmaEnsemble):
         self = cls.__new__(cls)
         nn.Module.__init__(self)
         self.members, self.head, self.regularized = ens.members, ens.head, ens.regularized
+        self.at_once = ens.at_once
         self.backbone = backbone
         self._places = plan.places
         self._guarded = plan.guarded
@@ -457,8 +458,8 @@ def _channels_last(x: Tensor) -> bool:
 class _Readied:
     """A layer that, where no gradients are wanted, keeps each member's ordinary layer ready.
 
-    It is made again when a tensor of the layer was replaced or written to, or the mode changed; what is written
-    through `.data` goes unnoticed by torch and so here.
+    It is made again when a tensor of the layer, or of an activation inside it, was replaced or written to, or the mode
+    changed; what is written through `.data` goes unnoticed by torch and so here.
     """
 
     def train(self, mode: bool = True) -> nn.Module:
@@ -473,7 +474,8 @@ class _Readied:
         """The ordinary layer of a member, or None where the shared tensors themselves must be used."""
         if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
-        sources = [t for t in (*self._parameters.values(), *self._buffers.values()) if t is not None]
+        own = itertools.chain.from_iterable((*m._parameters.values(), *m._buffers.values()) for m in self.modules())
+        sources = [t for t in own if t is not None]
         try:
             found = [(id(t), t._version, t.data_ptr()) for t in sources]
         except RuntimeError:  # made in inference mode, which counts no versions

@@ -590,6 +590,75 @@ def test_what_is_kept_ready_follows_the_weights():
         assert_close(made_there(x), slimmed(x))
 
 
+def test_what_is_kept_ready_survives_another_eval():
+    ens = settled(SigmaEnsemble(Chain(), 2)).eval()
+    x = torch.randn(2, 3, 9, 9)
+    slimmed = slim(ens, x)
+    layers = [slimmed.backbone.get_submodule(name) for name in ("bn1", "conv2", "bn2", "conv3")]
+
+    def kept():
+        with torch.no_grad():
+            slimmed(x)
+            return [layer.ready(m) for layer in layers for m in range(2)]
+
+    first = kept()
+    assert len(set(map(id, first))) == 8
+    slimmed.eval()
+    slimmed.eval()
+    assert all(a is b for a, b in zip(kept(), first, strict=True))
+    slimmed.train().eval()
+    assert not any(a is b for a, b in zip(kept(), first, strict=True))
+
+
+def test_what_is_kept_ready_follows_the_weights_of_activations_inside():
+    timm = pytest.importorskip("timm")
+    net = Chain(nn.Identity())
+    net.bn2 = timm.layers.BatchNormAct2d(6, act_layer=nn.PReLU)
+    ens = settled(SigmaEnsemble(net, 2)).eval()
+    x = torch.randn(2, 3, 9, 9)
+    slimmed = slim(ens, x)
+    with torch.no_grad():
+        before = slimmed(x)
+        for model in (ens, slimmed):
+            model.backbone.bn2.act.weight.fill_(3.0)
+        after = slimmed(x)
+        assert_close(after, ens(x), rtol=0, atol=1e-5)
+        assert (after - before).abs().max() > 1e-2
+
+
+def test_the_size_of_chunks_goes_along():
+    ens = settled(SigmaEnsemble(Chain(), 3, at_once=2))
+    x = torch.randn(2, 3, 9, 9)
+    assert slim(ens, x).at_once == 2
+    ens.at_once = None
+    assert slim(ens, x).at_once is None
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("kind", ["full", "slim"])
+@pytest.mark.usefixtures("one_thread")
+def test_one_compiled_graph(kind, training):
+    ens = settled(SigmaEnsemble(backbones.narrow_resnet(5, width=4, blocks=(1, 1)), 2, head="fc"))
+    x = torch.randn(4, 3, 8, 8)
+    model = (ens if kind == "full" else slim(ens, x)).train(training)
+    compiled = copy.deepcopy(model)
+    torch.compiler.reset()
+    compile_ = torch.compile(compiled, backend="aot_eager", fullgraph=True)
+    got, expected = compile_(x), model(x)
+    assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    for logits in (got, expected):
+        logits.square().sum().backward()
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert sum(grad is not None and grad.abs().max() > 0 for grad in wanted.values()) > 5
+    for name, parameter in compiled.named_parameters():
+        assert_close(parameter.grad, wanted[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    for (name, buffer), other in zip(compiled.named_buffers(), model.buffers(), strict=True):
+        assert_close(buffer, other, msg=lambda m, n=name: f"{n}: {m}")
+    if not training:
+        with torch.no_grad():
+            assert_close(compile_(x), model(x), rtol=1e-6, atol=1e-6)
+
+
 def test_save_and_load(tmp_path):
     def build(seed):
         torch.manual_seed(seed)
