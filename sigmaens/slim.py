@@ -335,8 +335,8 @@ class Settling:
 def close(ens: SigmaEnsemble, threshold: float) -> float:
     """Close for good, in place, the regularised gates that are at most `threshold`, and return their share.
 
-    Their scale logits become −10,000, where a gate is exactly 0 and so is its gradient; −∞ would become NaN under weight
-    decay and in averages of weights. Gates of channels with a shift β ≠ 0 stay.
+    Their scale logits become −10,000, where a gate is exactly 0 and so is its gradient; −∞ would become NaN under
+    weight decay and in averages of weights. Gates of channels with a shift β ≠ 0 stay.
     """
     closed = total = 0
     for name in ens.regularized:

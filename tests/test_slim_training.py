@@ -385,7 +385,10 @@ def test_settings_of_the_method_are_those_of_sigma_but_for_its_own():
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("rule", [None, RULE])
-def test_training_in_chunks_is_training_at_once(rule, precision):
+def test_training_in_chunks_is_training_at_once(rule, precision, monkeypatch):
+    passes = []
+    chunks = SlimEnsemble.chunks
+    monkeypatch.setattr(SlimEnsemble, "chunks", lambda *args: passes.append(1) or chunks(*args))
     recipe = Recipe(epochs=6, batch_size=8, lr=0.02, schedule="constant", gamma_multiplier=300.0, precision=precision)
     ended = {}
     for at_once in (None, 1, 2):
@@ -394,6 +397,9 @@ def test_training_in_chunks_is_training_at_once(rule, precision):
         history = training.fit(model, tiny(32), recipe, seed=5, penalty=Penalty(), slim=rule)
         ended[at_once] = [row["cross_entropy"] for row in history], training.predict(model, tiny().test.inputs, tiny())
         assert model.at_once == at_once
+        # Slim too, each member is propagated back before the next one runs.
+        assert len(passes) == (4 * sum(row["slim"] > 0 for row in history) if at_once else 0)
+        passes.clear()
         assert bool(history[-1]["slim"]) == (rule is not None)
     tolerance = {"no": 2e-3, "bf16": 0.1}[precision]
     for at_once in (1, 2):
