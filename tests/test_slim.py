@@ -412,6 +412,51 @@ def test_producers_that_prove_nothing_run_in_full(options, reason):
     assert_equal(ens, slimmed, x)
 
 
+class Across(nn.Module):
+    """Linear layers along positions, before and after a norm whose channels are another dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn1 = nn.Conv1d(3, 6, 1), nn.BatchNorm1d(6)
+        self.before, self.bn, self.after = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)
+        self.fc = nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = self.bn1(self.conv(x)).relu()
+        return self.fc(self.after(self.bn(self.before(x)).relu()).mean(2))
+
+
+def test_layers_along_another_dimension_run_in_full():
+    # As many channels as positions: no shape would tell.
+    ens = settled(SigmaEnsemble(Across().double(), 2))
+    x = torch.randn(3, 3, 6, dtype=torch.float64)
+    slimmed = slim(ens, x)
+    reason = (
+        "the channels of layer 'before' are not the norm's; the columns of layer 'after' are not the norm's channels"
+    )
+    assert slimmed.report["bn"] == Cut(6, (6, 6), None, (), reason)
+    assert slimmed.report["bn1"].reason.endswith("the columns of layer 'before' are not the norm's channels")
+    assert_equal(ens, slimmed, x)
+
+
+def test_what_an_attribute_keeps_is_whole():
+    class Keeps(Chain):
+        def forward(self, x):
+            self.features = self.conv2(self.bn1(self.conv1(x)).relu())
+            return self.fc(self.conv3(self.bn2(self.features).relu()).mean((2, 3)))
+
+    ens = settled(SigmaEnsemble(Keeps().double(), 2))
+    x = torch.randn(3, 3, 9, 9, dtype=torch.float64)
+    slimmed = slim(ens, x)
+    cut = slimmed.report["bn2"]
+    assert (cut.producer, cut.consumers) == (None, ("conv3",))
+    assert cut.reason == "an attribute keeps what layer 'conv2' returns"
+    assert_equal(ens, slimmed, x)
+    with torch.no_grad():
+        slimmed.eval()(x)
+    assert slimmed.backbone.features.shape[1] == 6
+
+
 def test_hooks_keep_a_layer_whole():
     ens = settled(SigmaEnsemble(Chain().double(), 2)).eval()
     seen = []
