@@ -113,6 +113,7 @@ class SlimEnsemble(SigmaEnsemble):
         self = cls.__new__(cls)
         nn.Module.__init__(self)
         self.members, self.head, self.regularized = ens.members, ens.head, ens.regularized
+        self.at_once = ens.at_once
         self.backbone = backbone
         self._places = plan.places
         self._guarded = plan.guarded
@@ -334,7 +335,8 @@ class Settling:
 def close(ens: SigmaEnsemble, threshold: float) -> float:
     """Close for good, in place, the regularised gates that are at most `threshold`, and return their share.
 
-    Their scale logits become −∞, so that no gradient opens them again. Gates of channels with a shift β ≠ 0 stay.
+    Their scale logits become −10,000, where a gate is exactly 0 and so is its gradient; −∞ would become NaN under
+    weight decay and in averages of weights. Gates of channels with a shift β ≠ 0 stay.
     """
     closed = total = 0
     for name in ens.regularized:
@@ -342,7 +344,7 @@ def close(ens: SigmaEnsemble, threshold: float) -> float:
         shut = layer.gates <= threshold
         if layer.bias is not None:
             shut &= layer.bias == 0
-        layer.gamma.masked_fill_(shut, -torch.inf)
+        layer.gamma.masked_fill_(shut, -1e4)
         closed, total = closed + shut.sum().item(), total + shut.numel()
     return closed / total
 
@@ -456,8 +458,8 @@ def _channels_last(x: Tensor) -> bool:
 class _Readied:
     """A layer that, where no gradients are wanted, keeps each member's ordinary layer ready.
 
-    It is made again when a tensor of the layer was replaced or written to, or the mode changed; what is written
-    through `.data` goes unnoticed by torch and so here.
+    It is made again when a tensor of the layer, or of an activation inside it, was replaced or written to, or the mode
+    changed; what is written through `.data` goes unnoticed by torch and so here.
     """
 
     def train(self, mode: bool = True) -> nn.Module:
@@ -472,7 +474,8 @@ class _Readied:
         """The ordinary layer of a member, or None where the shared tensors themselves must be used."""
         if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
-        sources = [t for t in (*self._parameters.values(), *self._buffers.values()) if t is not None]
+        own = itertools.chain.from_iterable((*m._parameters.values(), *m._buffers.values()) for m in self.modules())
+        sources = [t for t in own if t is not None]
         try:
             found = [(id(t), t._version, t.data_ptr()) for t in sources]
         except RuntimeError:  # made in inference mode, which counts no versions

@@ -412,6 +412,51 @@ def test_producers_that_prove_nothing_run_in_full(options, reason):
     assert_equal(ens, slimmed, x)
 
 
+class Across(nn.Module):
+    """Linear layers along positions, before and after a norm whose channels are another dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn1 = nn.Conv1d(3, 6, 1), nn.BatchNorm1d(6)
+        self.before, self.bn, self.after = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)
+        self.fc = nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = self.bn1(self.conv(x)).relu()
+        return self.fc(self.after(self.bn(self.before(x)).relu()).mean(2))
+
+
+def test_layers_along_another_dimension_run_in_full():
+    # As many channels as positions: no shape would tell.
+    ens = settled(SigmaEnsemble(Across().double(), 2))
+    x = torch.randn(3, 3, 6, dtype=torch.float64)
+    slimmed = slim(ens, x)
+    reason = (
+        "the channels of layer 'before' are not the norm's; the columns of layer 'after' are not the norm's channels"
+    )
+    assert slimmed.report["bn"] == Cut(6, (6, 6), None, (), reason)
+    assert slimmed.report["bn1"].reason.endswith("the columns of layer 'before' are not the norm's channels")
+    assert_equal(ens, slimmed, x)
+
+
+def test_what_an_attribute_keeps_is_whole():
+    class Keeps(Chain):
+        def forward(self, x):
+            self.features = self.conv2(self.bn1(self.conv1(x)).relu())
+            return self.fc(self.conv3(self.bn2(self.features).relu()).mean((2, 3)))
+
+    ens = settled(SigmaEnsemble(Keeps().double(), 2))
+    x = torch.randn(3, 3, 9, 9, dtype=torch.float64)
+    slimmed = slim(ens, x)
+    cut = slimmed.report["bn2"]
+    assert (cut.producer, cut.consumers) == (None, ("conv3",))
+    assert cut.reason == "an attribute keeps what layer 'conv2' returns"
+    assert_equal(ens, slimmed, x)
+    with torch.no_grad():
+        slimmed.eval()(x)
+    assert slimmed.backbone.features.shape[1] == 6
+
+
 def test_hooks_keep_a_layer_whole():
     ens = settled(SigmaEnsemble(Chain().double(), 2)).eval()
     seen = []
@@ -588,6 +633,75 @@ def test_what_is_kept_ready_follows_the_weights():
         made_there = slim(ens, x)
         made_there.load_state_dict(state)
         assert_close(made_there(x), slimmed(x))
+
+
+def test_what_is_kept_ready_survives_another_eval():
+    ens = settled(SigmaEnsemble(Chain(), 2)).eval()
+    x = torch.randn(2, 3, 9, 9)
+    slimmed = slim(ens, x)
+    layers = [slimmed.backbone.get_submodule(name) for name in ("bn1", "conv2", "bn2", "conv3")]
+
+    def kept():
+        with torch.no_grad():
+            slimmed(x)
+            return [layer.ready(m) for layer in layers for m in range(2)]
+
+    first = kept()
+    assert len(set(map(id, first))) == 8
+    slimmed.eval()
+    slimmed.eval()
+    assert all(a is b for a, b in zip(kept(), first, strict=True))
+    slimmed.train().eval()
+    assert not any(a is b for a, b in zip(kept(), first, strict=True))
+
+
+def test_what_is_kept_ready_follows_the_weights_of_activations_inside():
+    timm = pytest.importorskip("timm")
+    net = Chain(nn.Identity())
+    net.bn2 = timm.layers.BatchNormAct2d(6, act_layer=nn.PReLU)
+    ens = settled(SigmaEnsemble(net, 2)).eval()
+    x = torch.randn(2, 3, 9, 9)
+    slimmed = slim(ens, x)
+    with torch.no_grad():
+        before = slimmed(x)
+        for model in (ens, slimmed):
+            model.backbone.bn2.act.weight.fill_(3.0)
+        after = slimmed(x)
+        assert_close(after, ens(x), rtol=0, atol=1e-5)
+        assert (after - before).abs().max() > 1e-2
+
+
+def test_the_size_of_chunks_goes_along():
+    ens = settled(SigmaEnsemble(Chain(), 3, at_once=2))
+    x = torch.randn(2, 3, 9, 9)
+    assert slim(ens, x).at_once == 2
+    ens.at_once = None
+    assert slim(ens, x).at_once is None
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("kind", ["full", "slim"])
+@pytest.mark.usefixtures("one_thread")
+def test_one_compiled_graph(kind, training):
+    ens = settled(SigmaEnsemble(backbones.narrow_resnet(5, width=4, blocks=(1, 1)), 2, head="fc"))
+    x = torch.randn(4, 3, 8, 8)
+    model = (ens if kind == "full" else slim(ens, x)).train(training)
+    compiled = copy.deepcopy(model)
+    torch.compiler.reset()
+    compile_ = torch.compile(compiled, backend="aot_eager", fullgraph=True)
+    got, expected = compile_(x), model(x)
+    assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    for logits in (got, expected):
+        logits.square().sum().backward()
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert sum(grad is not None and grad.abs().max() > 0 for grad in wanted.values()) > 5
+    for name, parameter in compiled.named_parameters():
+        assert_close(parameter.grad, wanted[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    for (name, buffer), other in zip(compiled.named_buffers(), model.buffers(), strict=True):
+        assert_close(buffer, other, msg=lambda m, n=name: f"{n}: {m}")
+    if not training:
+        with torch.no_grad():
+            assert_close(compile_(x), model(x), rtol=1e-6, atol=1e-6)
 
 
 def test_save_and_load(tmp_path):

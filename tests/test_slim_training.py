@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_training import SETTINGS, Killed, assert_same, die, fresh, tiny
 from torch import nn
+from torch.optim import swa_utils
 from torch.testing import assert_close
 
 from sigmaens import backbones, baselines, diversity_loss, member_cross_entropy, paths, training
@@ -128,6 +129,45 @@ def test_closing_is_for_good_and_spares_shifts():
     assert pretrained.gates()["1"].gt(0).tolist() == [[False, True, True, True]] * 2
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-2),
+        lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-2, nesterov=True),
+        lambda p: torch.optim.Adam(p, 1e-3, weight_decay=1e-2, eps=1e-3),
+        lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=0.1, eps=1e-3),
+    ],
+    ids=["sgd", "nesterov", "adam", "adamw"],
+)
+def test_closed_gates_stay_so_with_weight_decay_and_in_averages(make):
+    ens = inner()
+    x, y = torch.randn(6, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1, 2])
+    optimizer = make(ens.parameters())  # which decays the scale logits too
+
+    def step(model):
+        optimizer.zero_grad()
+        (member_cross_entropy(model.train()(x), y) + diversity_loss(ens, 0.1, 1e-2)).backward()
+        optimizer.step()
+
+    for _ in range(2):
+        step(ens)
+    with torch.no_grad():
+        for name in ens.regularized:
+            ens.backbone.get_submodule(name).gamma[:, ::2] = -6.0
+    assert close(ens, 0.01) == 0.5
+    slimmed = slim(ens, x, threshold=0.0, share=True)
+    averages = [swa_utils.AveragedModel(ens, multi_avg_fn=fn) for fn in (None, swa_utils.get_ema_multi_avg_fn(0.5))]
+    for _ in range(3):
+        step(slimmed)
+        for average in averages:
+            average.update_parameters(ens)
+    for model in (ens, *(average.module for average in averages)):
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+        for name, gates in model.regularized_gates().items():
+            assert gates.eq(0).equal(~slimmed.backbone.get_submodule(name).opened())
+    assert_close(slimmed.eval()(x), ens.eval()(x), rtol=1e-5, atol=1e-5)
+
+
 # Gradients and the optimiser ------------------------------------------------------------------------------------------
 
 
@@ -226,6 +266,59 @@ def test_a_slim_run_that_broke_off_ends_as_one_that_did_not(tmp_path, epoch):
     assert_same((model.state_dict(), history), (expected.state_dict(), rows))
 
 
+class Shutting(Penalty):
+    """A penalty that shuts a quarter of the gates of the one layer at the steps given, and counts the steps."""
+
+    def __init__(self, *shuts, step=-1):
+        super().__init__(step)
+        self.shuts = shuts
+
+    def __call__(self, model):
+        if self.steps in self.shuts:
+            part = self.shuts.index(self.steps)
+            with torch.no_grad():
+                for name in model.regularized:
+                    model.backbone.get_submodule(name).gamma[:, part::4] = -50.0
+        return 0 * super().__call__(model)
+
+
+@pytest.mark.parametrize("broken", [None, 4 * 3 + 1, 4 * 5 + 1, 4 * 6 + 1])
+def test_gates_that_settle_later_go_later(tmp_path, broken, monkeypatch):
+    made = []
+    method = SigmaEnsemble.slim
+    monkeypatch.setattr(SigmaEnsemble, "slim", lambda *args, **kw: made.append(method(*args, **kw)) or made[-1])
+    # Scale logits that learn this slowly cross nothing by themselves.
+    recipe = Recipe(epochs=7, batch_size=8, lr=0.02, schedule="constant", gamma_multiplier=0.1)
+    state = tmp_path / "fit.pt"
+
+    def start(penalty):
+        model = inner()
+        with torch.no_grad():
+            model.backbone.stages[0][0].bn2.gamma[0, 0] = -6.0
+        return model, training.fit(model, tiny(32), recipe, seed=5, penalty=penalty, slim=RULE, state=state)
+
+    steps = 0
+    if broken is not None:
+        with pytest.raises(Killed):
+            start(Shutting(1, 4 * 3, step=broken))
+        steps = 4 * (broken // 4)
+        made.clear()
+    penalty = Shutting(1, 4 * 3)
+    penalty.steps = steps
+    model, history = start(penalty)
+    assert [row["slim"] for row in history] == [0, 0, 0.25, 0.25, 0.25, 0.5, 0.5]
+    assert [row["crossed"] for row in history] == [0.25, 0, 0, 0.25, 0, 0, 0]
+    assert len(made) == (1 if broken and broken >= 4 * 5 else 2)
+    assert [made[-1].report[name].kept for name in model.regularized] == [(4, 4), (8, 8)]
+    # A small gate of a layer that is not regularised has not been closed.
+    other = "stages.0.0.bn2"
+    assert 0 < model.gates()[other][0, 0] < RULE.threshold
+    assert made[-1].report[other].kept == (8, 8)
+    dataset = tiny(32)
+    logits = [training.predict(m, dataset.test.inputs, dataset) for m in (model, made[-1])]
+    np.testing.assert_allclose(*logits, rtol=1e-5, atol=1e-5)
+
+
 def test_only_an_ensemble_of_sigma_norms_can_become_slim():
     with pytest.raises(TypeError, match="only a SigmaEnsemble can become slim, not a DeepEnsemble"):
         training.fit(fresh("single"), tiny(), RECIPE, seed=0, slim=RULE)
@@ -297,7 +390,10 @@ def test_settings_of_the_method_are_those_of_sigma_but_for_its_own():
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("rule", [None, RULE])
-def test_training_in_chunks_is_training_at_once(rule, precision):
+def test_training_in_chunks_is_training_at_once(rule, precision, monkeypatch):
+    passes = []
+    chunks = SlimEnsemble.chunks
+    monkeypatch.setattr(SlimEnsemble, "chunks", lambda *args: passes.append(1) or chunks(*args))
     recipe = Recipe(epochs=6, batch_size=8, lr=0.02, schedule="constant", gamma_multiplier=300.0, precision=precision)
     ended = {}
     for at_once in (None, 1, 2):
@@ -306,6 +402,9 @@ def test_training_in_chunks_is_training_at_once(rule, precision):
         history = training.fit(model, tiny(32), recipe, seed=5, penalty=Penalty(), slim=rule)
         ended[at_once] = [row["cross_entropy"] for row in history], training.predict(model, tiny().test.inputs, tiny())
         assert model.at_once == at_once
+        # Slim too, each member is propagated back before the next one runs.
+        assert len(passes) == (4 * sum(row["slim"] > 0 for row in history) if at_once else 0)
+        passes.clear()
         assert bool(history[-1]["slim"]) == (rule is not None)
     tolerance = {"no": 2e-3, "bf16": 0.1}[precision]
     for at_once in (1, 2):
