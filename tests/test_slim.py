@@ -412,6 +412,20 @@ def test_producers_that_prove_nothing_run_in_full(options, reason):
     assert_equal(ens, slimmed, x)
 
 
+def test_what_others_read_too_is_whole():
+    class Reads(Chain):
+        def forward(self, x):
+            y = self.conv2(self.bn1(self.conv1(x)).relu())
+            return self.fc(self.conv3(self.bn2(y).relu()).mean((2, 3)) + y.square().mean((1, 2, 3))[:, None])
+
+    ens = settled(SigmaEnsemble(Reads().double(), 2))
+    x = torch.randn(3, 3, 9, 9, dtype=torch.float64)
+    slimmed = slim(ens, x)
+    cut = slimmed.report["bn2"]
+    assert (cut.producer, cut.consumers, cut.reason) == (None, ("conv3",), "square reads layer 'conv2' too")
+    assert_equal(ens, slimmed, x)
+
+
 class Across(nn.Module):
     """Linear layers along positions, before and after a norm whose channels are another dimension."""
 
@@ -468,6 +482,15 @@ def test_hooks_keep_a_layer_whole():
     slimmed(x)
     assert seen == [6, 6]
 
+    ens = settled(SigmaEnsemble(Chain().double(), 2)).eval()
+    ens.backbone.conv2.register_forward_hook(lambda module, args, y: seen.append(y.shape[1]))
+    slimmed = slim(ens, x)
+    cut = slimmed.report["bn2"]
+    assert (cut.producer, cut.reason) == (None, "layer 'conv2' has hooks")
+    seen.clear()
+    assert_close(slimmed(x), closed(ens, slimmed)(x), **EXACT)
+    assert seen == [6] * 3  # twice for members, and once for all of the full ensemble
+
 
 def test_shifts_keep_their_channels():
     net = Chain().double()
@@ -508,7 +531,9 @@ def test_members_do_not_see_what_others_wrote(where):
     ens = settled(SigmaEnsemble(Writes().double(), 3)).eval()
     x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
     slimmed = slim(ens, x.clone())
-    assert_close(slimmed(x.clone()), closed(ens, slimmed)(x.clone()), **EXACT)
+    expected = closed(ens, slimmed)(x.clone())
+    assert_close(slimmed(x.clone()), expected, **EXACT)
+    assert_close(with_uncertainty(slimmed)(x.clone())[0], expected.softmax(-1).mean(1), **EXACT)
 
 
 def test_multiply_adds_are_those_of_the_open_gates():
@@ -583,6 +608,10 @@ def test_gates_below_the_threshold():
         probs = logits.double().softmax(-1).mean(1)
         assert change["accuracy"][which] == (probs.argmax(1) == labels).double().mean().item()
         assert change["nll"][which] == pytest.approx(F.nll_loss(probs.log(), labels).item())
+    modes = ens.train().training, slimmed.train().training
+    assert slimmed.change(ens, x, labels=labels) == change
+    assert (ens.training, slimmed.training) == modes == (True, True)
+    ens.eval()
     # A gate at the threshold itself counts as closed.
     edge = ens.gates()["bn2"][0, 2].item()
     assert slim(ens, x, threshold=edge).report["bn2"].kept[0] == 3
