@@ -1,11 +1,11 @@
 """One training loop for every method, on accelerate: seeded, deterministic, and resumable after a kill.
 
-    accelerate launch -m sigmaens.training PROFILE METHOD [--run FOLDER] [--seeds S …]
+    torchrun --standalone --nproc-per-node N -m sigmaens.training PROFILE METHOD [RUN] [--seeds S …]
         [--tau τ] [--weight λ] [--members M] [--variant NAME]
 
-trains one cell of the pipeline with the settings of `params.yaml`, in as many processes as `accelerate launch` or
-`torchrun` starts, and keeps what it reached. The cell's notebook, run next, takes the trained networks from there and
-writes the results. Exit status: 0, or 1 for a call or a training that failed.
+trains one cell of the pipeline with the settings of `params.yaml`, in as many processes as `torchrun` or, on GPUs,
+`accelerate launch` starts, and keeps what it reached. The cell's notebook, run next, takes the trained networks from
+there and writes the results. Exit status: 0, or 1 for a call or a training that failed.
 """
 
 from __future__ import annotations
@@ -197,9 +197,7 @@ def fit(
             process; the step is named. Also if accelerate is set up to shard the model.
         TypeError: if what is to become slim is no σN-Ens.
     """
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import InitProcessGroupKwargs, set_seed
+    from accelerate.utils import set_seed
 
     if slim is not None and not isinstance(model, SigmaEnsemble):
         raise TypeError(f"only a SigmaEnsemble can become slim, not a {type(model).__name__}")
@@ -207,17 +205,8 @@ def fit(
     datasets.check_labels(split.labels, len(dataset.classes))
     if len(split.labels) < 2:
         raise ValueError(f"cannot train on {len(split.labels)} {'sentences' if dataset.is_text else 'images'}")
-    # accelerate keeps one state a process, and with it the precision of the first call.
-    AcceleratorState._reset_state()
-    # While the first process predicts and saves, the others wait for it.
-    patient = InitProcessGroupKwargs(timeout=timedelta(hours=2))
-    accelerator = Accelerator(mixed_precision=recipe.precision, kwargs_handlers=[patient])
+    accelerator = _accelerator(recipe.precision)
     rank, processes = accelerator.process_index, accelerator.num_processes
-    if processes > 1 and not accelerator.distributed_type.startswith("MULTI_"):
-        raise ValueError(
-            f"accelerate is set up for {accelerator.distributed_type}, but fit keeps the whole model in every process: "
-            "choose multi-GPU or multi-CPU in `accelerate config`, without FSDP or DeepSpeed"
-        )
     inputs = None if dataset.is_streamed else dataset.tensor(split.inputs).to(accelerator.device)
     labels = torch.from_numpy(split.labels).to(accelerator.device)
     fill = None if dataset.is_text else datasets.black(dataset.mean, dataset.std).to(accelerator.device)
@@ -247,7 +236,9 @@ def fit(
             if slim and slim.settled(history):
                 out = close(model, slim.threshold)
             if out > left_out:
-                prepared = prepare(model.slim(_example(dataset).to(accelerator.device), threshold=0.0, share=True))
+                narrow = model.slim(_example(dataset).to(accelerator.device), threshold=0.0, share=True)
+                # It is on the device; `to` would copy buffers from "cpu" to "cpu:0", which then are not shared.
+                prepared = prepare(narrow, device_placement=False)
                 left_out = out
             prepared.train()
             set_seed(seed + (epoch + 1) * 1_000_003)
@@ -309,6 +300,28 @@ def fit(
     if processes > 1:
         _agree(model)  # on the running statistics, where each process has its own
     return history
+
+
+def _accelerator(precision: str) -> Any:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import InitProcessGroupKwargs
+
+    # accelerate keeps one state a process, and with it the precision of the first call.
+    AcceleratorState._reset_state()
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    # Processes may wait long for the first one, which reads and writes files. Of CPUs accelerate has to be told.
+    patient = InitProcessGroupKwargs(timeout=timedelta(hours=2))
+    cpu = launched > 1 and not torch.accelerator.is_available()
+    accelerator = Accelerator(mixed_precision=precision, cpu=cpu, kwargs_handlers=[patient])
+    if accelerator.num_processes != launched:
+        raise ValueError(f"{launched} processes were started, but accelerate has {accelerator.num_processes}")
+    if launched > 1 and not accelerator.distributed_type.startswith("MULTI_"):
+        raise ValueError(
+            f"accelerate is set up for {accelerator.distributed_type.value}, but fit keeps the whole model in every "
+            "process: choose several GPUs or CPUs in `accelerate config`, without FSDP or DeepSpeed"
+        )
+    return accelerator
 
 
 def _passes(model: nn.Module, x: Tensor) -> Iterator[tuple[float, Tensor]]:
@@ -554,9 +567,9 @@ def together(processes: int, profile: str, method: str, *, run: str, **changes: 
     if 0 < torch.cuda.device_count() < processes:
         raise ValueError(f"processes must be at most the number of GPUs, {torch.cuda.device_count()}, not {processes}")
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    options = [f"--{key}={value}" for key, value in {"run": run, **changes}.items() if value is not None]
+    options = [f"--{key}={value}" for key, value in changes.items() if value is not None]
     done = subprocess.run(
-        [sys.executable, "-m", *launcher, "-m", "sigmaens.training", profile, method, *options],
+        [sys.executable, "-m", *launcher, "-m", "sigmaens.training", profile, method, run, *options],
         cwd=paths.root(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -576,7 +589,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="sigmaens.training", description="Train one cell, up to its training state.")
     parser.add_argument("profile")
     parser.add_argument("method", help=f"one of {', '.join(baselines.METHODS)}")
-    parser.add_argument("--run", help="folder of the results below the profile's (default: train/METHOD)")
+    parser.add_argument("run", nargs="?", help="folder of the results below the profile's (default: train/METHOD)")
     parser.add_argument("--seeds", type=int, nargs="+", help="some of the profile's (default: all)")
     for name, kind in {"tau": float, "weight": float, "members": int, "variant": str}.items():
         parser.add_argument(f"--{name}", type=kind, help="instead of the profile's")
