@@ -227,7 +227,10 @@ def fit(
     if processes > 1:
         _agree(model)
     identity = _identity(model, dataset, recipe, seed, penalty, slim)
-    history = _resume(_from_first(accelerator, state), identity, model, optimizer, scheduler)
+    running = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    if accelerator.scaler is not None:
+        running["scaler"] = accelerator.scaler  # of fp16
+    history = _resume(_from_first(accelerator, state), identity, running)
     watch = slim or Settling()
     out = history[-1]["slim"] if slim and history else 0.0  # share of the regularised gates that are left out
     left_out = 0.0
@@ -294,7 +297,7 @@ def fit(
                 row |= {**watch.observe(before, watch.gates(model)), "slim": out}
             history.append(row)
             if accelerator.is_main_process:
-                _keep(state, identity, model, optimizer, scheduler, history)
+                _keep(state, identity, running, history)
     # Mixed precision is put around the model's own forward; without this, predictions would be rounded too.
     accelerator.unwrap_model(full, keep_fp32_wrapper=False)
     if processes > 1:
@@ -635,8 +638,8 @@ def _backbone(dataset: datasets.Dataset, settings: dict[str, Any]) -> nn.Module:
 
 
 def _seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # networks are made on the CPU
         return make()
 
 
@@ -655,12 +658,14 @@ def _deterministic() -> Iterator[None]:
     lenient = torch.is_deterministic_algorithms_warn_only_enabled()
     states = random.getstate(), np.random.get_state()  # noqa: NPY002
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Every process would otherwise wake all GPUs, for their random states.
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     # The sum's order, and so the last digits of every result, depends on the number of threads.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.set_flush_denormal(True)
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices):
             yield
     finally:
         random.setstate(states[0])
@@ -733,32 +738,25 @@ def _identity(
     return digest.hexdigest()
 
 
-def _keep(state: Path | None, identity: str, model, optimizer, scheduler, history) -> None:
+def _keep(state: Path | None, identity: str, running: dict[str, Any], history: list[dict[str, float]]) -> None:
     if state is None:
         return
     state.parent.mkdir(parents=True, exist_ok=True)
-    content = {
-        "identity": identity,
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "scheduler": scheduler.state_dict(),
-        "history": history,
-    }
+    content = {"identity": identity, "history": history, **{name: part.state_dict() for name, part in running.items()}}
     temporary = state.with_suffix(f".{os.getpid()}.writing")
     torch.save(content, temporary)
     os.replace(temporary, state)
 
 
-def _resume(kept: bytes, identity: str, model, optimizer, scheduler) -> list[dict[str, float]]:
+def _resume(kept: bytes, identity: str, running: dict[str, Any]) -> list[dict[str, float]]:
     try:
         content = torch.load(io.BytesIO(kept), weights_only=True, map_location="cpu")
     except Exception:  # torch raises half a dozen types for a damaged file
         return []
     if content.get("identity") != identity:
         return []
-    model.load_state_dict(content["model"])
-    optimizer.load_state_dict(content["optimizer"])
-    scheduler.load_state_dict(content["scheduler"])
+    for name, part in running.items():
+        part.load_state_dict(content[name])
     return content["history"]
 
 

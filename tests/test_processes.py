@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import socket
 import sys
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from test_training import RECIPES, SETTINGS, STEPS, Penalty, fresh, tiny
 from torch import nn
 from torch.testing import assert_close
@@ -238,6 +240,32 @@ def test_slim_training_goes_on_in_two_processes(tmp_path):
         assert_equal(found, expected, 1e-7)
 
 
+def test_streamed_files_are_shared_out(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    for i in range(11):
+        Image.fromarray(rng.integers(0, 256, (24, 20, 3), dtype=np.uint8)).save(tmp_path / f"{i}.png")
+    monkeypatch.setenv("SIGMAENS_DATA", str(tmp_path))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # one worker for each process
+    split = data.Split(np.array([f"{i}.png" for i in range(11)]), np.arange(11) % 3)
+    card = {
+        **tiny().card,
+        "streamed": True,
+        "shape": [8, 8, 3],
+        "normalisation": {"mean": [0.5] * 3, "std": [0.25] * 3},
+    }
+    dataset = data.Dataset(split, split, split, ood={}, corrupted={}, card=card)
+
+    def colour():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
+        return SigmaEnsemble(exact(net), 2, head="1.4")
+
+    recipe = Recipe(epochs=1, batch_size=8, lr=0.05, accumulate=2)
+    expected = outcome(colour, dataset, recipe)
+    for found in in_processes(functools.partial(outcome, colour, dataset, recipe), tmp_path):
+        assert_equal(found, expected, 1e-9)
+
+
 def test_dropout_is_drawn_in_each_process(tmp_path):
     masks = []
 
@@ -340,6 +368,10 @@ def test_a_process_that_was_killed_ends_all_and_the_run_goes_on(tmp_path, rank):
     assert isinstance(results[1 - rank], RuntimeError)
     assert len(torch.load(state, weights_only=True)["history"]) == 1
     uninterrupted = in_processes(train, tmp_path)
+    shutil.copy(state, tmp_path / "copy.pt")
+    alone = train(state=tmp_path / "copy.pt")
+    assert alone[2] == 2 * STEPS
+    assert_close(alone[0], uninterrupted[0][0], rtol=1e-4, atol=1e-4)
     # The state is the first process's: the other need not find it.
     elsewhere = {"0": state, "1": tmp_path / "nothing.pt"}
     resumed = in_processes(lambda: train(state=elsewhere[os.environ["RANK"]]), tmp_path)
@@ -349,6 +381,19 @@ def test_a_process_that_was_killed_ends_all_and_the_run_goes_on(tmp_path, rank):
         for name, array in expected[0].items():
             np.testing.assert_array_equal(found[0][name], array)
     assert not (tmp_path / "nothing.pt").exists()
+
+
+def test_the_scale_of_float16_is_kept(tmp_path):
+    def running(scale):
+        model = nn.Linear(2, 2)
+        return {"model": model, "scaler": torch.amp.GradScaler("cpu", init_scale=scale)}
+
+    training._keep(tmp_path / "fit.pt", "name", running(8.0), [{"epoch": 0}])
+    later = running(2.0)
+    later["scaler"].scale(torch.ones(()))  # which makes the first scale
+    assert training._resume((tmp_path / "fit.pt").read_bytes(), "name", later) == [{"epoch": 0}]
+    assert later["scaler"].get_scale() == 8
+    assert training._resume((tmp_path / "fit.pt").read_bytes(), "another", running(2.0)) == []
 
 
 def test_a_loss_that_is_not_finite_in_one_process_stops_all(tmp_path):
