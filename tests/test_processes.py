@@ -22,7 +22,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from sigmaens import backbones, baselines, data, diversity_loss, paths, training
-from sigmaens.ensemble import SigmaEnsemble
+from sigmaens.ensemble import SigmaEnsemble, save
 from sigmaens.layers import SigmaNorm, SynchronizedBatchNorm
 from sigmaens.slim import Settling
 from sigmaens.training import Recipe
@@ -507,3 +507,17 @@ def test_the_command_line_trains_in_one_process_too(project, capsys, monkeypatch
     assert capsys.readouterr().err == "sigmaens.training: no variant 'cold'; the profile has ['hot']\n"
     assert training.main(["huge", "sigma"]) == 1
     assert "profile 'huge' has no settings" in capsys.readouterr().err
+
+
+def test_the_command_line_fine_tunes_the_single_checkpoint(project, capsys, monkeypatch):
+    dataset = data.load(paths.data("tiny"))
+    assert training.main(["tiny", "finetune", "--seeds", "0"]) == 1
+    assert "no checkpoint" in capsys.readouterr().err
+    checkpoint = paths.results("tiny", "train", "single", "seed0.safetensors")
+    checkpoint.parent.mkdir(parents=True)
+    save(training.train("single", dataset, project, seed=0)[0], checkpoint)
+    assert training.main(["tiny", "finetune", "--seeds", "0"]) == 0
+    assert capsys.readouterr().out.startswith("tiny finetune seed 0: 2 epochs")
+    monkeypatch.setattr(training, "_passes", None)
+    state = paths.state("tiny", "finetune", "0")
+    assert len(training.finetune(checkpoint, dataset, project, seed=0, state=state)[1]) == 2
