@@ -1,11 +1,21 @@
-"""One training loop for every method, on accelerate: seeded, deterministic, and resumable after a kill."""
+"""One training loop for every method, on accelerate: seeded, deterministic, and resumable after a kill.
+
+    torchrun --standalone --nproc-per-node N -m sigmaens.training PROFILE METHOD [RUN] [--seeds S …]
+        [--tau τ] [--weight λ] [--members M] [--variant NAME]
+
+trains one cell of the pipeline with the settings of `params.yaml`, in as many processes as `torchrun` or, on GPUs,
+`accelerate launch` starts, and keeps what it reached. The cell's notebook, run next, takes the trained networks from
+there and writes the results. Exit status: 0, or 1 for a call or a training that failed.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import functools
 import hashlib
+import io
 import json
 import math
 import multiprocessing
@@ -13,10 +23,12 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +36,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from . import backbones, baselines
+from . import backbones, baselines, paths
 from . import data as datasets
 from .ensemble import SigmaEnsemble, load, parameter_groups
+from .layers import SynchronizedBatchNorm
 from .losses import diversity_loss, member_cross_entropy
 from .slim import Settling, close
 
@@ -37,10 +50,13 @@ __all__ = [
     "finetune",
     "fit",
     "forget",
+    "main",
     "predict",
     "restore",
     "side_by_side",
+    "together",
     "train",
+    "varied",
 ]
 
 SEED_STRIDE = 1000  # member m of seed s starts from s · 1000 + m
@@ -52,7 +68,7 @@ class Recipe:
 
     Attributes:
         epochs: Passes over the training split.
-        batch_size: Images or sentences a step; a last batch of one joins the one before it.
+        batch_size: Images or sentences a step, of all processes together; a last batch of one joins the one before it.
         optimizer: "sgd" or "adam".
         lr: Peak learning rate; the scale logits' is `gamma_multiplier` times that, without weight decay.
         momentum, nesterov: Of SGD.
@@ -61,6 +77,10 @@ class Recipe:
         crop: Padding of the random crop, pixels. flip: Mirror at random. Of images in memory; those that are streamed
             take the usual augmentation of ImageNet (`data.decode`).
         precision: "no", "bf16" or "fp16", as accelerate names them.
+        accumulate: How many parts of a batch run one after the other, for memory. A step is the same but for rounding;
+            only BatchNorm takes its statistics from one part at a time.
+        sync_batch_norm: In several processes, take BatchNorm's statistics from the rows of all, as one process does.
+            Else each takes its own rows', and the running statistics that are kept are those of the first.
     """
 
     epochs: int
@@ -77,6 +97,8 @@ class Recipe:
     crop: int = 0
     flip: bool = False
     precision: str = "no"
+    accumulate: int = 1
+    sync_batch_norm: bool = False
 
     @classmethod
     def parse(cls, block: dict[str, Any]) -> Recipe:
@@ -105,7 +127,7 @@ class Recipe:
         }
         for name, allowed in choices.items():
             require(getattr(recipe, name) in allowed, name, f"one of {allowed}")
-        for name, least in {"epochs": 1, "batch_size": 2, "crop": 0}.items():
+        for name, least in {"epochs": 1, "batch_size": 2, "crop": 0, "accumulate": 1}.items():
             value = getattr(recipe, name)
             require(_whole(value) and value >= least, name, f"an integer ≥ {least}")
         for name in ("lr", "gamma_multiplier", "factor"):
@@ -114,8 +136,9 @@ class Recipe:
         for name, end in {"momentum": 1, "weight_decay": math.inf}.items():
             value = getattr(recipe, name)
             require(_real(value) and 0 <= value < end, name, "a number ≥ 0" + (" and < 1" if end == 1 else ""))
-        for name in ("nesterov", "flip"):
+        for name in ("nesterov", "flip", "sync_batch_norm"):
             require(isinstance(getattr(recipe, name), bool), name, "true or false")
+        require(2 * recipe.accumulate <= recipe.batch_size, "accumulate", f"at most half of {recipe.batch_size} rows")
         return recipe
 
 
@@ -148,8 +171,14 @@ def fit(
 
     An ensemble with `at_once` members runs and learns chunk by chunk, so that memory does not grow with M.
 
+    In several processes, started by `accelerate launch` or `torchrun`, all call this alike. Each runs its rows of every
+    batch for its part of the loss, and the gradients are summed: weights, history and predictions are those of one
+    process, up to rounding, where BatchNorm is synchronised (see `Recipe`) and the network draws nothing at random.
+    Dropout and MIMO's orders are drawn in each process. All end with the same model. The first process keeps the state;
+    the others need not see its file.
+
     Args:
-        model: Module from images (B, C, H, W) to member logits (B, M, K).
+        model: Module from images (B, C, H, W) to member logits (B, M, K). Several processes start from the first's.
         dataset: Where the training split, its normalisation and the classes come from.
         recipe: Optimiser, schedule, batches and augmentation.
         seed: Of the order of the images and of their augmentation.
@@ -164,12 +193,10 @@ def fit(
         of a σN-Ens what `Settling.observe` says of the regularised gates, and `slim`, the share of these left out.
 
     Raises:
-        ValueError: if a label is no class, the training split is smaller than 2, or the loss is not finite; the
-            step is named.
+        ValueError: if a label is no class, the training split is smaller than 2, or the loss is not finite, in any
+            process; the step is named. Also if accelerate is set up to shard the model.
         TypeError: if what is to become slim is no σN-Ens.
     """
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
     from accelerate.utils import set_seed
 
     if slim is not None and not isinstance(model, SigmaEnsemble):
@@ -178,11 +205,8 @@ def fit(
     datasets.check_labels(split.labels, len(dataset.classes))
     if len(split.labels) < 2:
         raise ValueError(f"cannot train on {len(split.labels)} {'sentences' if dataset.is_text else 'images'}")
-    # accelerate keeps one state a process, and with it the precision of the first call.
-    AcceleratorState._reset_state()
-    accelerator = Accelerator(mixed_precision=recipe.precision)
-    if accelerator.num_processes > 1:
-        raise ValueError(f"fit trains in one process, not in {accelerator.num_processes}")
+    accelerator = _accelerator(recipe.precision)
+    rank, processes = accelerator.process_index, accelerator.num_processes
     inputs = None if dataset.is_streamed else dataset.tensor(split.inputs).to(accelerator.device)
     labels = torch.from_numpy(split.labels).to(accelerator.device)
     fill = None if dataset.is_text else datasets.black(dataset.mean, dataset.std).to(accelerator.device)
@@ -192,11 +216,21 @@ def fit(
     optimizer = _optimizer(model, recipe)
     sizes = _batch_sizes(len(labels), recipe.batch_size)
     scheduler = _scheduler(optimizer, recipe, steps_per_epoch=len(sizes))
-    prepared, optimizer = accelerator.prepare(model, optimizer)
+    # Several processes sum their gradients below: DistributedDataParallel would average them, and refuse slim members
+    # and members in chunks. "Evaluation" stands for a model that is not wrapped in it.
+    prepare = functools.partial(accelerator.prepare_model, evaluation_mode=True)
+    prepared, optimizer = prepare(model), accelerator.prepare(optimizer)
     full = prepared
+    parts = functools.partial(_parts, recipe=recipe, rank=rank, processes=processes)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
+    if processes > 1:
+        _agree(model)
     identity = _identity(model, dataset, recipe, seed, penalty, slim)
-    history = _resume(state, identity, model, optimizer, scheduler)
+    running = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    if accelerator.scaler is not None:
+        running["scaler"] = accelerator.scaler  # of fp16
+    history = _resume(_from_first(accelerator, state), identity, running)
     watch = slim or Settling()
     out = history[-1]["slim"] if slim and history else 0.0  # share of the regularised gates that are left out
     left_out = 0.0
@@ -205,40 +239,52 @@ def fit(
             if slim and slim.settled(history):
                 out = close(model, slim.threshold)
             if out > left_out:
-                prepared = accelerator.prepare(
-                    model.slim(_example(dataset).to(accelerator.device), threshold=0.0, share=True)
-                )
+                narrow = model.slim(_example(dataset).to(accelerator.device), threshold=0.0, share=True)
+                # It is on the device; `to` would copy buffers from "cpu" to "cpu:0", which then are not shared.
+                prepared = prepare(narrow, device_placement=False)
                 left_out = out
             prepared.train()
             set_seed(seed + (epoch + 1) * 1_000_003)
-            draw = torch.Generator().manual_seed(torch.initial_seed())
+            drawn = torch.initial_seed()
+            draw = torch.Generator().manual_seed(drawn)
+            if rank:
+                set_seed(drawn + rank)  # of what is not drawn for the whole batch
             lr = optimizer.param_groups[0]["lr"]
             before = watch.gates(model)
             losses = []
             batches = _batches(sizes, draw, lengths)
-            decoded = dataset.stream(split.inputs, batches, seed=torch.initial_seed()) if inputs is None else None
+            if inputs is None:
+                own = [batch[rows] for batch in batches for rows, _ in parts(len(batch))]
+                decoded = dataset.stream(split.inputs, own, seed=drawn)
             for batch in batches:
-                if inputs is None:
-                    x = next(decoded).to(accelerator.device)
-                else:
-                    x = inputs[batch]
+                if inputs is not None:
+                    whole = inputs[batch]
                     if fill is not None:
-                        x = datasets.augment(x, recipe.crop, recipe.flip, draw, fill)
+                        whole = datasets.augment(whole, recipe.crop, recipe.flip, draw, fill)
                 optimizer.zero_grad()
                 cross_entropy, extra = 0.0, torch.zeros(()) if penalty is None else penalty(model)
-                passes, left = _passes(prepared, x), extra
-                while True:
-                    with accelerator.autocast():
-                        share, logits = next(passes, (0, None))
-                        if logits is None:
-                            break
-                        part = share * member_cross_entropy(logits, labels[batch])
-                    accelerator.backward(part + left)
-                    cross_entropy, left = cross_entropy + part.detach().float(), 0.0
+                extra = left = extra / processes
+                for rows, weight in parts(len(batch)):
+                    x = next(decoded).to(accelerator.device) if inputs is None else whole[rows]
+                    passes = _passes(prepared, x)
+                    synchronized = recipe.sync_batch_norm and processes > 1
+                    while True:
+                        with (
+                            accelerator.autocast(),
+                            SynchronizedBatchNorm(weight > 0) if synchronized else contextlib.nullcontext(),
+                        ):
+                            share, logits = next(passes, (0, None))
+                            if logits is None:
+                                break
+                            part = weight * share * member_cross_entropy(logits, labels[batch[rows]])
+                        accelerator.backward(part + left)
+                        cross_entropy, left = cross_entropy + part.detach().float(), 0.0
+                if processes > 1:
+                    _sum_gradients(parameters)
                 optimizer.step()
                 scheduler.step()
                 losses.append(torch.stack([cross_entropy, extra.detach().to(cross_entropy.device).float()]))
-            losses = torch.stack(losses).cpu()
+            losses = accelerator.reduce(torch.stack(losses), "sum").cpu()
             bad = (~losses.isfinite().all(dim=1)).nonzero()
             if len(bad):
                 step = epoch * len(sizes) + int(bad[0])
@@ -250,10 +296,35 @@ def fit(
             if before is not None:
                 row |= {**watch.observe(before, watch.gates(model)), "slim": out}
             history.append(row)
-            _keep(state, identity, model, optimizer, scheduler, history)
+            if accelerator.is_main_process:
+                _keep(state, identity, running, history)
     # Mixed precision is put around the model's own forward; without this, predictions would be rounded too.
     accelerator.unwrap_model(full, keep_fp32_wrapper=False)
+    if processes > 1:
+        _agree(model)  # on the running statistics, where each process has its own
     return history
+
+
+def _accelerator(precision: str) -> Any:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import InitProcessGroupKwargs
+
+    # accelerate keeps one state a process, and with it the precision of the first call.
+    AcceleratorState._reset_state()
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    # Processes may wait long for the first one, which reads and writes files. Of CPUs accelerate has to be told.
+    patient = InitProcessGroupKwargs(timeout=timedelta(hours=2))
+    cpu = launched > 1 and not torch.accelerator.is_available()
+    accelerator = Accelerator(mixed_precision=precision, cpu=cpu, kwargs_handlers=[patient])
+    if accelerator.num_processes != launched:
+        raise ValueError(f"{launched} processes were started, but accelerate has {accelerator.num_processes}")
+    if launched > 1 and not accelerator.distributed_type.startswith("MULTI_"):
+        raise ValueError(
+            f"accelerate is set up for {accelerator.distributed_type.value}, but fit keeps the whole model in every "
+            "process: choose several GPUs or CPUs in `accelerate config`, without FSDP or DeepSpeed"
+        )
+    return accelerator
 
 
 def _passes(model: nn.Module, x: Tensor) -> Iterator[tuple[float, Tensor]]:
@@ -263,6 +334,62 @@ def _passes(model: nn.Module, x: Tensor) -> Iterator[tuple[float, Tensor]]:
     else:
         for logits in model.chunks(x):
             yield logits.shape[1] / model.members, logits
+
+
+def _parts(rows: int, recipe: Recipe, rank: int, processes: int) -> list[tuple[slice, float]]:
+    """Return which rows of a batch this process runs, part after part, and the weight of each in the batch's mean loss.
+
+    A small last batch has fewer parts than `accumulate`. The processes share a part evenly, but none takes fewer than 2
+    rows, since BatchNorm cannot train on one: where there are too few, the later processes run the first one's along,
+    at weight 0.
+
+    >>> recipe = Recipe(epochs=1, batch_size=8, accumulate=2)
+    >>> _parts(8, recipe, rank=1, processes=2)
+    [(slice(2, 4, None), 0.25), (slice(6, 8, None), 0.25)]
+    >>> _parts(3, recipe, rank=1, processes=2)
+    [(slice(0, 3, None), 0.0)]
+    """
+    size = math.ceil(recipe.batch_size / recipe.accumulate)
+    parts = []
+    for part in _evenly(range(rows), min(recipe.accumulate, math.ceil(rows / size), rows // 2)):
+        shares = _evenly(part, min(processes, len(part) // 2))
+        counted = rank < len(shares)
+        own = shares[rank if counted else 0]
+        parts.append((slice(own.start, own.stop), counted * len(own) / rows))
+    return parts
+
+
+def _evenly(rows: range, parts: int) -> list[range]:
+    return [rows[len(rows) * i // parts : len(rows) * (i + 1) // parts] for i in range(parts)]
+
+
+def _sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Put the sum over all processes in the place of each gradient, in one exchange; None where all have none."""
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    used = gradients[0].new_tensor([p.grad is not None for p in parameters])
+    flat = torch.cat([used, *(gradient.flatten() for gradient in gradients)])
+    torch.distributed.all_reduce(flat)
+    used, *sums = flat.split([len(used), *(p.numel() for p in parameters)])
+    for parameter, gradient, total, somewhere in zip(parameters, gradients, sums, used, strict=True):
+        if parameter.grad is not None or somewhere:  # which is seldom asked: it waits for the device
+            parameter.grad = gradient.copy_(total.view_as(gradient))
+
+
+@torch.no_grad()
+def _agree(model: nn.Module) -> None:
+    """Give every process the first one's parameters and buffers."""
+    for tensor in model.state_dict().values():
+        sent = tensor.contiguous()
+        torch.distributed.broadcast(sent, 0)
+        tensor.copy_(sent)
+
+
+def _from_first(accelerator: Any, state: Path | None) -> bytes:
+    """Return the file of the training state as the first process reads it, in all of them; empty if there is none."""
+    from accelerate.utils import broadcast_object_list
+
+    content = state.read_bytes() if state and accelerator.is_main_process and state.is_file() else b""
+    return broadcast_object_list([content])[0]
 
 
 def train(
@@ -394,6 +521,107 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
+def varied(
+    settings: dict[str, Any],
+    *,
+    tau: float | None = None,
+    weight: float | None = None,
+    members: int | None = None,
+    variant: str | None = None,
+) -> dict[str, Any]:
+    """Return a profile's settings as a cell of the pipeline changes them; None keeps the profile's value.
+
+    Args:
+        tau, weight: Temperature and λ of σN-Ens.
+        members: Number of members M.
+        variant: One of the profile's `variants`, with the norms of `slim` regularised.
+
+    Raises:
+        ValueError: if the profile has no such variant.
+    """
+    sigma = {key: value for key, value in {"tau": tau, "weight": weight}.items() if value is not None}
+    settings = paths.merge(settings, {"sigma": sigma, **({} if members is None else {"members": members})})
+    if variant is None:
+        return settings
+    if variant not in settings.get("variants", {}):
+        raise ValueError(f"no variant {variant!r}; the profile has {sorted(settings.get('variants', {}))}")
+    settings["sigma"]["regularize"] = settings["slim"]["regularize"]
+    return paths.merge(settings, settings["variants"][variant])
+
+
+def together(processes: int, profile: str, method: str, *, run: str, **changes: Any) -> None:
+    """Train a cell in several processes of this machine, up to its training state; with one process, do nothing.
+
+    `train`, called with that state, then finds the networks trained. See `main` for the command line that is run.
+
+    Args:
+        processes: How many, each with its own GPU where there are any.
+        profile, method, run: Of the cell.
+        changes: As `varied` takes them.
+
+    Raises:
+        ValueError: if `processes` is no integer ≥ 1, or more than there are GPUs.
+        ChildProcessError: if training fails; the message is that of the process that failed.
+    """
+    if not _whole(processes) or processes < 1:
+        raise ValueError(f"processes must be an integer ≥ 1, not {processes!r}")
+    if processes == 1:
+        return
+    if 0 < torch.cuda.device_count() < processes:
+        raise ValueError(f"processes must be at most the number of GPUs, {torch.cuda.device_count()}, not {processes}")
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    options = [f"--{key}={value}" for key, value in changes.items() if value is not None]
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, "-m", "sigmaens.training", profile, method, run, *options],
+        cwd=paths.root(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+    )
+    if done.returncode:
+        lines = dict.fromkeys(line for line in done.stderr.splitlines() if line.startswith(_COMPLAINT))
+        raise ChildProcessError("\n".join(lines) or f"training in {processes} processes failed:\n{done.stderr}")
+
+
+_COMPLAINT = "sigmaens.training: "
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line in this module's docstring and return its exit status."""
+    parser = argparse.ArgumentParser(prog="sigmaens.training", description="Train one cell, up to its training state.")
+    parser.add_argument("profile")
+    parser.add_argument("method", help=f"one of {', '.join(baselines.METHODS)}")
+    parser.add_argument("run", nargs="?", help="folder of the results below the profile's (default: train/METHOD)")
+    parser.add_argument("--seeds", type=int, nargs="+", help="some of the profile's (default: all)")
+    for name, kind in {"tau": float, "weight": float, "members": int, "variant": str}.items():
+        parser.add_argument(f"--{name}", type=kind, help="instead of the profile's")
+    options = parser.parse_args(argv)
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        _die_with_parent()
+    try:
+        changes = {name: getattr(options, name) for name in ("tau", "weight", "members", "variant")}
+        settings = varied(paths.settings(options.profile), **changes)
+        dataset = datasets.load(paths.data(options.profile))
+        run = options.run or ("finetune" if options.method == "finetune" else f"train/{options.method}")
+        for seed in options.seeds or settings["seeds"]:
+            state = paths.state(options.profile, *run.split("/"), str(seed))
+            if options.method == "finetune":
+                single = paths.results(options.profile, "train", "single", f"seed{seed}.safetensors")
+                history = finetune(single, dataset, settings, seed=seed, state=state)[1]
+            else:
+                history = train(options.method, dataset, settings, seed=seed, state=state)[1]
+            if os.environ.get("RANK", "0") == "0":
+                reached = f"{len(history)} epochs, cross-entropy {history[-1]['cross_entropy']:.4g}"
+                print(f"{options.profile} {run} seed {seed}: {reached}", flush=True)
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        print(f"{_COMPLAINT}{error}", file=sys.stderr, flush=True)
+        return 1
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return 0
+
+
 def backbone(dataset: datasets.Dataset, settings: dict[str, Any], seed: int) -> nn.Module:
     """Return the backbone of a profile as it is before training, the first one of a seed."""
     return _seeded(seed * SEED_STRIDE, lambda: _backbone(dataset, settings))
@@ -410,8 +638,8 @@ def _backbone(dataset: datasets.Dataset, settings: dict[str, Any]) -> nn.Module:
 
 
 def _seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # networks are made on the CPU
         return make()
 
 
@@ -430,12 +658,14 @@ def _deterministic() -> Iterator[None]:
     lenient = torch.is_deterministic_algorithms_warn_only_enabled()
     states = random.getstate(), np.random.get_state()  # noqa: NPY002
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Every process would otherwise wake all GPUs, for their random states.
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     # The sum's order, and so the last digits of every result, depends on the number of threads.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.set_flush_denormal(True)
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices):
             yield
     finally:
         random.setstate(states[0])
@@ -508,37 +738,32 @@ def _identity(
     return digest.hexdigest()
 
 
-def _keep(state: Path | None, identity: str, model, optimizer, scheduler, history) -> None:
+def _keep(state: Path | None, identity: str, running: dict[str, Any], history: list[dict[str, float]]) -> None:
     if state is None:
         return
     state.parent.mkdir(parents=True, exist_ok=True)
-    content = {
-        "identity": identity,
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "scheduler": scheduler.state_dict(),
-        "history": history,
-    }
+    content = {"identity": identity, "history": history, **{name: part.state_dict() for name, part in running.items()}}
     temporary = state.with_suffix(f".{os.getpid()}.writing")
     torch.save(content, temporary)
     os.replace(temporary, state)
 
 
-def _resume(state: Path | None, identity: str, model, optimizer, scheduler) -> list[dict[str, float]]:
-    if state is None or not state.is_file():
-        return []
+def _resume(kept: bytes, identity: str, running: dict[str, Any]) -> list[dict[str, float]]:
     try:
-        content = torch.load(state, weights_only=True)
+        content = torch.load(io.BytesIO(kept), weights_only=True, map_location="cpu")
     except Exception:  # torch raises half a dozen types for a damaged file
         return []
     if content.get("identity") != identity:
         return []
-    model.load_state_dict(content["model"])
-    optimizer.load_state_dict(content["optimizer"])
-    scheduler.load_state_dict(content["scheduler"])
+    for name, part in running.items():
+        part.load_state_dict(content[name])
     return content["history"]
 
 
 def forget(state: Path) -> None:
     """Remove the training state of a run whose results are safe."""
     shutil.rmtree(state, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
