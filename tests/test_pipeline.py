@@ -57,7 +57,7 @@ def test_every_module_that_decides_a_result_is_a_dependency(name):
         needed = {"data", "corruptions", "images", "text"}
     needed -= {"text"} if "01_data" not in source else set()  # whose one use there is to show sentences
     if "training" in needed and source[:2] not in ("02", "03", "04"):
-        needed |= {"layers", "ensemble", "backbones", "baselines", "peers"}
+        needed |= {"layers", "ensemble", "slim", "backbones", "baselines", "peers"}
     assert needed - modules(stage) == set()
 
 
