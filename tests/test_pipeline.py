@@ -68,7 +68,7 @@ def test_stage_notebook_and_folder_bear_one_name(name):
     assert (ROOT / "notebooks" / f"{source}.ipynb").is_file()
     (out,) = (next(iter(out)) if isinstance(out, dict) else out for out in stage["outs"])
     assert f"--output {out}/{source}.ipynb" in " ".join(stage["cmd"].split())
-    plain = re.sub(r"_(text|vision)$", "", name)
+    plain = re.sub(r"_(text|vision|slim)$", "", name)
     if not plain.startswith(("sweep_", "finetune")):
         assert source[3:] == plain
     if plain != "finetune":
@@ -96,7 +96,7 @@ def test_every_profile_has_settings_and_one_family():
     on = PARAMS["profiles"]
     assert sorted(on["all"]) == sorted(profile for family in FAMILIES for profile in on[family])
     assert set(on["all"]) | set(on["finetune"]) <= PARAMS["settings"].keys()
-    assert set(on["finetune"]) <= set(on["vision"])
+    assert set(on["finetune"]) | set(on["slim"]) <= set(on["vision"])
     for profile, settings in PARAMS["settings"].items():
         lists = [family for family in FAMILIES if PARAMS[family]["methods"] == settings["methods"]]
         assert len(lists) == 1, profile
@@ -107,10 +107,11 @@ def test_every_stage_of_a_family_is_listed_for_its_profiles_only():
     for name, stage in STAGES.items():
         if name in ("clean", "method"):
             continue
-        family = name.rsplit("_", 1)[-1] if name.endswith(("_text", "_vision")) else None
+        family = name.rsplit("_", 1)[-1] if name.endswith(("_text", "_vision", "_slim")) else None
+        family = "slim" if name == "slim_vision" else family
         profiles = stage["matrix"]["profile"].removeprefix("${profiles.").removesuffix("}")
         assert profiles == (family or profiles)
-        assert profiles in ("all", "image", "text", "vision", "finetune")
+        assert profiles in ("all", "image", "text", "vision", "finetune", "slim")
         lists = [value for key, value in stage["matrix"].items() if key != "profile"]
         assert all(value.startswith(f"${{{profiles}.") for value in lists), name
 
