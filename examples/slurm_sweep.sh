@@ -26,6 +26,7 @@ export DVC_NO_ANALYTICS=true PATH="$SLURM_SUBMIT_DIR/.venv/bin:$PATH"
 cd "$clone"
 git fetch --quiet origin HEAD
 git reset --quiet --hard FETCH_HEAD
+rm -f .dvc/tmp/rwlock  # of a job that was killed: nobody else works in this clone
 dvc config core.remote >/dev/null || { echo "no DVC remote is committed in $SLURM_SUBMIT_DIR" >&2; exit 1; }
 dvc repro --pull "$cell"
 dvc push --run-cache "$cell"
