@@ -183,8 +183,8 @@ class SigmaEnsemble(nn.Module):
             >>> for logits in ens.chunks(torch.randn(5, 8)):
             ...     loss = nn.functional.cross_entropy(logits.transpose(1, 2), torch.zeros(5, 4).long())
             ...     (loss * logits.shape[1] / ens.members).backward()
-            >>> ens.backbone[1].gamma.grad.count_nonzero(1).tolist() == [16] * 64
-            True
+            >>> ens.backbone[1].gamma.grad.any(dim=1).sum().item()  # members with a gradient
+            64
         """
         layers, size = self._layers().values(), self.at_once or self.members
         if size >= self.members:
