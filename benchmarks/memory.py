@@ -14,19 +14,14 @@ interval. On a machine that others use too, `--clock cpu` leaves out the time sp
 
 from __future__ import annotations
 
-import argparse
-import time
-from pathlib import Path
-
 import torch
+from common import CLASSES, CLOCKS, conditions, count, options_of, prepare, publish, table
 from torch import Tensor
 
 import sigmaens as sn
 from sigmaens.backbones import narrow_resnet
-from sigmaens.cost import machine, median_interval, paired_times, peak_memory
+from sigmaens.cost import median_interval, paired_times, peak_memory
 
-CLASSES = 10
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 PHASES = ("training step", "evaluation")
 
 
@@ -74,47 +69,19 @@ def measure(members: int, sizes: list[int], rounds: int, clock: str, **setting: 
     return rows
 
 
-def count(text: str) -> int:
-    """Read a positive integer."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer ≥ 1, not {text}")
-    return value
-
-
 def main() -> None:
     """Measure, print a table, and write it to a file if asked to."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = options_of(__doc__)
+    parser.set_defaults(width=32, rounds=20)
     parser.add_argument("--members", type=count, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="M", help="members")
     parser.add_argument("--at-once", type=count, nargs="+", default=[4, 1], metavar="N", help="members of a chunk")
-    parser.add_argument("--batch", type=count, default=16, metavar="B", help="images a step")
-    parser.add_argument("--width", type=count, default=32, help="channels of the first stage")
-    parser.add_argument("--size", type=count, default=32, help="height and width of the images, pixels")
-    parser.add_argument("--rounds", type=count, default=20, help="timed rounds")
-    parser.add_argument("--threads", type=count, default=1, help="threads; the training loop uses one")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="wall time, or processor time of all threads")
-    parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the table here too")
     options = vars(parser.parse_args())
     path, sizes, members = (options.pop(name) for name in ("markdown", "at_once", "members"))
-    torch.set_num_threads(options.pop("threads"))
-    # Gates near zero make denormals, which CPUs crawl on; the training loop flushes them too.
-    torch.set_flush_denormal(True)
+    prepare(options.pop("threads"))
     rows = [row for number in members for row in measure(number, sizes, **options)]
-
-    about = machine()
     rounds, clock = options.pop("rounds"), options.pop("clock")
-    setting = f"{', '.join(f'{key} {value}' for key, value in options.items())}, {clock} time, n = {rounds} rounds"
-    header = ["members", "at once"] + [cell for phase in PHASES for cell in (f"{phase}, MiB", "time, ratio to all")]
-    lines = [
-        f"{about['cpu']}, {about['cores']} cores, {about['threads']} thread(s), torch {about['torch']}; {setting}:",
-        "",
-        *(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)),
-    ]
-    print("\n".join(lines))
-    if path is not None:
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    head = ["members", "at once"] + [cell for phase in PHASES for cell in (f"{phase}, MiB", "time, ratio to all")]
+    publish([conditions(options, rounds, clock), "", *table(head, rows)], path)
 
 
 if __name__ == "__main__":
