@@ -2,7 +2,6 @@
 
 import json
 import random
-import resource
 import time
 import zipfile
 
@@ -167,14 +166,9 @@ def test_interrupted_save_leaves_the_old_files(digits, tmp_path, monkeypatch):
     assert data.load(tmp_path).card == digits.card
 
 
-def test_a_full_disk_is_named_and_nothing_stays(digits, tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
-        with pytest.raises(OSError, match=r"cannot write: File too large: '.*arrays\.npz'"):
-            data.save(digits, tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+def test_a_full_disk_is_named_and_nothing_stays(digits, tmp_path, full_disk):
+    with pytest.raises(OSError, match=r"cannot write: File too large: '.*arrays\.npz'"), full_disk():
+        data.save(digits, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

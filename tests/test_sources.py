@@ -6,7 +6,6 @@ import http.server
 import io
 import os
 import pickle
-import resource
 import socket
 import struct
 import tarfile
@@ -561,17 +560,9 @@ def test_what_can_be_done_without_a_network_is_said(fashion, home):
     assert leftovers(home) == []
 
 
-@pytest.fixture
-def full_disk():
-    """Let no file grow beyond 4,096 bytes, which fails as a full disk does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_full_disk_is_named_and_nothing_stays(archive, home, full_disk):
-    with pytest.raises(OSError, match=r"cannot write the download of cifar10: File too large: '.*cifar\.tar\.gz'"):
+    too_large = r"cannot write the download of cifar10: File too large: '.*cifar\.tar\.gz'"
+    with pytest.raises(OSError, match=too_large), full_disk():
         images.read("set:cifar10/test")
     assert leftovers(home) == []
 
