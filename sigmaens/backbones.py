@@ -159,9 +159,9 @@ def narrow_resnet(classes: int, in_channels: int = 3, *, width: int = 16, blocks
     return ResNet(classes, in_channels, width=width, blocks=blocks)
 
 
-def resnet18(classes: int, in_channels: int = 3) -> ResNet:
-    """Return the ResNet-18 of the CIFAR protocols, 11.17 million parameters with 10 classes."""
-    return ResNet(classes, in_channels)
+def resnet18(classes: int, in_channels: int = 3, *, width: int = 64) -> ResNet:
+    """Return the ResNet-18 of the CIFAR protocols: 64 channels wide, 11.17 million parameters with 10 classes."""
+    return ResNet(classes, in_channels, width=width)
 
 
 def resnet50(classes: int, in_channels: int = 3) -> ResNet:

@@ -136,7 +136,7 @@ def test_notebooks_of_text(project, capsys):
     assert {1, 4, 7} <= untested  # three τ are too few, and M and λ were not swept
     assert not {2, 3, 5, 8, 9, 10} & untested
     assert all(claims[number]["needs"] for number in untested)
-    assert "tau_frontier_text@tiny" in (paths.results("tiny", "claims") / "readme.md").read_text(encoding="utf-8")
+    assert "tau_frontier@tiny" in (paths.results("tiny", "claims") / "readme.md").read_text(encoding="utf-8")
     assert "rho_aleatoric" in capsys.readouterr().out
 
 
