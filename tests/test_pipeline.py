@@ -13,7 +13,7 @@ from sigmaens import paths
 ROOT = paths.root()
 STAGES = paths.parse_yaml((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
 PARAMS = paths.parse_yaml((ROOT / "params.yaml").read_text(encoding="utf-8"))
-FAMILIES = ("image", "text", "vision")
+FAMILIES = ("image", "short", "text", "vision")
 WITH_NOTEBOOK = {name: stage for name, stage in STAGES.items() if name != "clean"}
 # What a training notebook only shows with: a change there needs no new training.
 SHOWN = {"figures", "metrics", "uncertainty", "analysis"}
@@ -68,7 +68,7 @@ def test_stage_notebook_and_folder_bear_one_name(name):
     assert (ROOT / "notebooks" / f"{source}.ipynb").is_file()
     (out,) = (next(iter(out)) if isinstance(out, dict) else out for out in stage["outs"])
     assert f"--output {out}/{source}.ipynb" in " ".join(stage["cmd"].split())
-    plain = re.sub(r"_(text|vision|slim)$", "", name)
+    plain = re.sub(r"_(text|vision|slim|short)$", "", name)
     if not plain.startswith(("sweep_", "finetune")):
         assert source[3:] == plain
     if plain != "finetune":
@@ -97,6 +97,7 @@ def test_every_profile_has_settings_and_one_family():
     assert sorted(on["all"]) == sorted(profile for family in FAMILIES for profile in on[family])
     assert set(on["all"]) | set(on["finetune"]) <= PARAMS["settings"].keys()
     assert set(on["finetune"]) | set(on["slim"]) <= set(on["vision"])
+    assert sorted(on["tau"]) == sorted(on["image"] + on["short"] + on["text"])
     for profile, settings in PARAMS["settings"].items():
         lists = [family for family in FAMILIES if PARAMS[family]["methods"] == settings["methods"]]
         assert len(lists) == 1, profile
@@ -107,11 +108,11 @@ def test_every_stage_of_a_family_is_listed_for_its_profiles_only():
     for name, stage in STAGES.items():
         if name in ("clean", "method"):
             continue
-        family = name.rsplit("_", 1)[-1] if name.endswith(("_text", "_vision", "_slim")) else None
+        family = name.rsplit("_", 1)[-1] if name.endswith(("_text", "_vision", "_slim", "_short")) else None
         family = "slim" if name == "slim_vision" else family
         profiles = stage["matrix"]["profile"].removeprefix("${profiles.").removesuffix("}")
         assert profiles == (family or profiles)
-        assert profiles in ("all", "image", "text", "vision", "finetune", "slim")
+        assert profiles in ("all", "image", "short", "text", "tau", "vision", "finetune", "slim")
         lists = [value for key, value in stage["matrix"].items() if key != "profile"]
         assert all(value.startswith(f"${{{profiles}.") for value in lists), name
 
@@ -128,6 +129,16 @@ def test_light_stages_know_every_list_they_read():
         )
         known = {param.removeprefix("settings.${item.profile}.").split(".")[0] for param in params}
         assert read <= known, (name, read - known)
+
+
+def test_every_sweep_that_a_notebook_reads_is_a_dependency():
+    """Of the whole paper. The other families lack some sweeps, and their claims and slim members say what they read."""
+    for name, stage in WITH_NOTEBOOK.items():
+        code = (ROOT / "notebooks" / notebook(stage)).read_text(encoding="utf-8")
+        whole = stage.get("matrix", {}).get("profile") in ("${profiles.image}", "${profiles.tau}")
+        if whole and not stage.get("frozen"):
+            for sweep in set(re.findall(r"sweep_\w+", code)):
+                assert f"results/${{item.profile}}/{sweep}" in stage["deps"], (name, sweep)
 
 
 def test_git_tracks_nothing_that_dvc_caches():
