@@ -96,7 +96,8 @@ class SlimEnsemble(SigmaEnsemble):
     Made by `slim`. It holds the parameters of the ensemble under the same names, shared by the members, and for every
     slimmed σNorm layer a mask `open` (M, C). Each member takes its rows and columns of the shared weights as it runs,
     so gradients and running statistics arrive where those of the full pass do, and are the same. Layers before the
-    first σNorm run once.
+    first σNorm run once. In evaluation without gradients the members' layers are kept ready, each BatchNorm that alone
+    reads a convolution or linear layer folded into it, so that outputs are those of the full pass up to rounding.
 
     `gates` counts closed gates as 0, and `member(m)` is an ordinary, narrower network. Files hold weights and masks:
     `load` takes those of any slim ensemble of the same backbone and is slimmed in the file's way afterwards; a file of
@@ -256,6 +257,8 @@ def slim(
     for name, place in plan.places.items():
         if place.producer or place.consumers:
             backbone.get_submodule(name).close(threshold)
+        if place.producer:
+            backbone.get_submodule(place.producer).norm = (backbone.get_submodule(name),)
     return SlimEnsemble._of(ens, backbone, plan)
 
 
@@ -353,11 +356,20 @@ def close(ens: SigmaEnsemble, threshold: float) -> float:
 
 
 class _Turn(threading.local):
-    """Whose turn it is in this thread, what layers that run once have returned, and whether members get copies."""
+    """Whose turn it is in this thread, and of that turn.
+
+    Attributes:
+        once: What layers that run once have returned.
+        guarded: Whether members get copies.
+        folded: Norms whose work the layer before has done, so that they pass on what they get.
+    """
 
     member: int | None = None
     once: dict[nn.Module, Tensor] | None = None
     guarded = False
+
+    def __init__(self) -> None:
+        self.folded: set[nn.Module] = set()
 
 
 _TURN = _Turn()
@@ -397,6 +409,7 @@ def _turns(
             logits = folded(backbone, 1, *given, layers)
         finally:
             _TURN.member = _TURN.once = None
+            _TURN.folded.clear()
         yield logits
 
 
@@ -458,14 +471,18 @@ def _channels_last(x: Tensor) -> bool:
 class _Readied:
     """A layer that, where no gradients are wanted, keeps each member's ordinary layer ready.
 
-    It is made again when a tensor of the layer, or of an activation inside it, was replaced or written to, or the mode
-    changed; what is written through `.data` goes unnoticed by torch and so here.
+    It is made again when a tensor of the layer, of an activation inside it or of a norm folded into it was replaced or
+    written to, or the mode changed; what is written through `.data` goes unnoticed by torch and so here.
     """
 
     def train(self, mode: bool = True) -> nn.Module:
         if any(module.training != mode for module in self.modules()):
             vars(self).pop("_ready", None)
         return super().train(mode)
+
+    def folding(self) -> _SlimNorm | None:
+        """The norm after this layer that its ready layers do the work of, or None."""
+        return None
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_ready"}
@@ -474,7 +491,9 @@ class _Readied:
         """The ordinary layer of a member, or None where the shared tensors themselves must be used."""
         if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
-        own = itertools.chain.from_iterable((*m._parameters.values(), *m._buffers.values()) for m in self.modules())
+        folded = self.folding()
+        modules = itertools.chain(self.modules(), folded.modules() if folded else ())
+        own = itertools.chain.from_iterable((*m._parameters.values(), *m._buffers.values()) for m in modules)
         sources = [t for t in own if t is not None]
         try:
             found = [(id(t), t._version, t.data_ptr()) for t in sources]
@@ -484,7 +503,11 @@ class _Readied:
         layer, before, _ = cache.get(m, (None, None, None))
         if found != before:
             layer = self.member(m)
+            if folded:
+                folded.fold_into(layer, m)
             cache[m] = layer, found, sources  # which keeps the ids taken
+        if folded:
+            _TURN.folded.add(folded)
         return layer
 
 
@@ -535,9 +558,12 @@ class _SlimNorm(_Readied, SigmaNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         m = _member()
+        channels = self.channels(m)
+        if self in _TURN.folded:
+            _TURN.folded.remove(self)
+            return _spread(x, channels, 1, self.gamma.shape[1]) if self.spreads else x
         if ready := self.ready(m):
             return ready.forward(x)
-        channels = self.channels(m)
         if not self.normalizes_batch:
             y = self._slice(x, m, _first(self, lambda: self.weight.unbind())[m].view(self.shape))
             return y if self.spreads else _pick(y, channels, self.axis)
@@ -592,8 +618,29 @@ class _SlimNorm(_Readied, SigmaNorm):
         after = [Spread(channels, 1, features)] if self.spreads else []
         return nn.Sequential(*before, norm, *after).train(self.training) if before or after else norm
 
+    @property
+    def foldable(self) -> bool:
+        """Whether it is a plain BatchNorm with statistics of its own, which only scales and shifts in evaluation."""
+        return type(self.template) in _PLAIN and self.running_mean is not None
+
+    @torch.no_grad()
+    def fold_into(self, layer: nn.Module, m: int) -> None:
+        """Have a member's layer, whose outputs only this norm reads, scale and shift as the norm does in evaluation."""
+        channels = self.channels(m)
+        weight, bias, mean, var = (
+            None if t is None else _pick(t, channels).double()
+            for t in (self.weight[m], self.bias, self.running_mean[m], self.running_var[m])
+        )
+        scale = weight / (var + self.template.eps).sqrt()
+        shift = -mean if layer.bias is None else layer.bias.double() - mean
+        shift = shift * scale if bias is None else shift * scale + bias
+        dtype = layer.weight.dtype
+        layer.weight.copy_(layer.weight.double() * scale.view(-1, *[1] * (layer.weight.dim() - 1)))
+        layer.bias = nn.Parameter(shift.to(dtype))
+
 
 _STATISTICS = ("running_mean", "running_var")
+_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class _SlimHead(MemberHead):
@@ -610,9 +657,18 @@ class _Narrow(_Readied):
 
     Attributes:
         shared: Whether it runs once for all members.
+        norm: The norm that alone reads what it returns, in a tuple so that it is no part of this layer; or nothing.
     """
 
     shared = False
+    norm: tuple[_SlimNorm, ...] = ()
+
+    def folding(self) -> _SlimNorm | None:
+        for norm in self.norm:
+            whole = self.weight.dtype in (torch.float32, torch.float64) and not _autocast(self.weight)
+            if norm.foldable and not norm.training and whole and not (_hooked(self) or _hooked(norm)):
+                return norm
+        return None
 
     def follow(self, side: str, norm: _SlimNorm) -> None:
         """Have the rows or columns that a norm has channels."""
@@ -652,7 +708,8 @@ class _Narrow(_Readied):
             layer.to(memory_format=torch.channels_last)
         sizes = ("out_features", "in_features") if isinstance(layer, nn.Linear) else ("out_channels", "in_channels")
         vars(layer).update(zip(sizes, weight.shape, strict=False))
-        vars(layer).pop("shared")
+        for name in ("shared", "norm"):
+            vars(layer).pop(name, None)
         return layer
 
 
@@ -714,6 +771,15 @@ def _follow_masks(ens: SlimEnsemble, incompatible: object = None) -> None:
         for side, layers in (("rows", [place.producer] if place.producer else []), ("columns", place.consumers)):
             for layer in layers:
                 ens.backbone.get_submodule(layer).follow(side, norm)
+
+
+def _autocast(x: Tensor) -> bool:
+    return torch.is_autocast_enabled(x.device.type)
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether somebody looks at what a module gets or returns."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _copied(leaf: Any) -> Any:

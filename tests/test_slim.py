@@ -1,6 +1,7 @@
 """Slim ensembles: the outputs, gradients and statistics of the full ensemble, at the cost of the open gates."""
 
 import copy
+import importlib
 import pickle
 import threading
 
@@ -16,6 +17,7 @@ from sigmaens import SigmaEnsemble, SigmaNorm, backbones, decompose, parameter_g
 from sigmaens.results import multiply_adds
 from sigmaens.slim import Cut, Pick, SlimEnsemble, Spread, slim, with_uncertainty
 
+slim_module = importlib.import_module("sigmaens.slim")
 EXACT = {"rtol": 0, "atol": 1e-12}
 
 
@@ -698,6 +700,74 @@ def test_what_is_kept_ready_follows_the_weights_of_activations_inside():
         after = slimmed(x)
         assert_close(after, ens(x), rtol=0, atol=1e-5)
         assert (after - before).abs().max() > 1e-2
+
+
+def folding(slimmed, x):
+    """What a pass without gradients returns, and the norms that it leaves to the convolutions before, by member."""
+    names, seen = {layer: name for name, layer in slimmed._layers().items()}, []
+    original = slim_module._SlimNorm.forward
+
+    def forward(self, x):
+        if self in slim_module._TURN.folded:
+            seen.append(names[self])
+        return original(self, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slim_module._SlimNorm, "forward", forward)
+        with torch.no_grad():
+            return slimmed(x), seen
+
+
+class Noting(nn.BatchNorm2d):
+    """A BatchNorm that may do more than scale and shift."""
+
+
+def test_a_norm_that_alone_reads_a_convolution_is_folded_into_it():
+    ens = settled(SigmaEnsemble(Chain(), 2)).double().eval()
+    x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
+    slimmed = slim(ens, x)
+    y, seen = folding(slimmed, x)
+    assert seen == ["bn2"] * 2  # the first convolution runs once for all members
+    assert_close(y, closed(ens, slimmed)(x), **EXACT)
+    ordinary = slimmed.member(1)
+    assert [type(ordinary.bn2), ordinary.conv2.bias is None] == [nn.BatchNorm2d, Chain().conv2.bias is None]
+    # Not where somebody looks on, where the norm learns, where it may do more, or where weights would be rounded.
+    for module in (slimmed.backbone.bn2, slimmed.backbone.conv2):
+        looked = []
+        handle = module.register_forward_hook(lambda *call, looked=looked: looked.append(call[-1]))
+        assert folding(slimmed, x)[1] == []
+        handle.remove()
+        assert len(looked) == 2
+    assert folding(slimmed, x)[1] == seen
+    learning = copy.deepcopy(slimmed)
+    learning.backbone.bn2.train()
+    assert folding(learning, x)[1] == []
+    assert not torch.equal(learning.backbone.bn2.running_mean, slimmed.backbone.bn2.running_mean)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert folding(slimmed.float(), x.float())[1] == []
+    assert folding(slimmed, x.float())[1] == seen
+    net = Chain()
+    net.bn2 = Noting(6)
+    other = settled(SigmaEnsemble(net, 2)).eval()
+    assert folding(slim(other, x.float()), x.float())[1] == []
+
+
+def test_nothing_stays_folded_after_an_error():
+    ens = settled(SigmaEnsemble(Chain(), 2)).eval()
+    x = torch.randn(2, 3, 9, 9)
+    slimmed = slim(ens, x)
+    with torch.no_grad():
+        good = slimmed(x)
+
+        def fail(x):
+            raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(slimmed.backbone.bn2, "forward", fail)
+            with pytest.raises(KeyboardInterrupt):
+                slimmed(x)
+        assert not slim_module._TURN.folded
+        assert_close(slimmed(x), good, rtol=0, atol=0)
 
 
 def test_the_size_of_chunks_goes_along():
