@@ -375,6 +375,8 @@ def _kernel() -> Iterator[type]:
             "IPYTHONDIR": folder,
             "MATPLOTLIBRC": str(settings),
             "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+            # This project's code, also where the environment has that of another clone installed.
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(paths.root()), os.environ.get("PYTHONPATH")])),
             "PYTHONHASHSEED": "0",
             # tqdm's word on importing its notebook bars, which many libraries do; silent bars need no widgets.
             "PYTHONWARNINGS": "ignore:IProgress not found",

@@ -80,6 +80,19 @@ def test_saving_a_source_changes_no_byte_of_its_copy(project):
     nbformat.validate(nbformat.read(copy, as_version=4))
 
 
+def test_a_notebook_imports_the_code_of_its_own_project(project, tmp_path, monkeypatch):
+    other = tmp_path / "another clone"
+    other.mkdir()
+    for folder in (project, other):
+        (folder / "of_the_project.py").write_text(f"NAME = {folder.name!r}\n")
+    (other / "of_the_other.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(other))
+    write_clean(project, "import of_the_project, of_the_other\nof_the_project.NAME")
+    assert main() == 0
+    shown = nbformat.read("out/n.ipynb", as_version=4).cells[-1].outputs[0].data["text/plain"]
+    assert shown == "'a project'"
+
+
 def test_ids_belong_to_contents_and_are_unique(project):
     write_clean(project, "a", "b", "b")
     first = [cell.id for cell in nbformat.read(".clean/n.ipynb", as_version=4).cells]
