@@ -1,6 +1,7 @@
 """The notebooks of every family on tiny data: sentences with a tiny transformer, images pretrained and from scratch."""
 
 import builtins
+import functools
 import json
 import os
 from pathlib import Path
@@ -140,18 +141,49 @@ def test_notebooks_of_text(project, capsys):
     assert "rho_aleatoric" in capsys.readouterr().out
 
 
-def test_notebooks_of_pretrained_images(project, monkeypatch):
-    import timm
-
-    monkeypatch.setattr(data, "STANDARD", ["brightness", "gaussian_noise"])
+def folders(root):
+    """Make image folders of two classes, and of one out of distribution."""
     rng = np.random.default_rng(0)
     for part, names, count in (("train", ("ape", "cat"), 12), ("test", ("ape", "cat"), 6), ("far", ("x",), 6)):
         for k, name in enumerate(names):
-            folder = project / "sources" / part / name
+            folder = root / part / name
             folder.mkdir(parents=True)
             for i in range(count):
                 pixels = rng.integers(0, 128, (32, 32, 3)) + 100 * k
                 Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i}.png")
+
+
+def test_notebooks_of_streamed_images(project, monkeypatch):
+    """As ImageNet is: never loaded whole, and not square."""
+    # So few images are decoded sooner without worker processes.
+    monkeypatch.setattr(data.Dataset, "stream", functools.partialmethod(data.Dataset.stream, workers=0))
+    monkeypatch.setattr(data, "STANDARD", ["brightness", "gaussian_noise"])
+    folders(project / "sources")
+    for path in (project / "sources").rglob("*.png"):
+        with Image.open(path) as image:
+            image.resize((40, 32)).save(path)
+    text = (
+        IMAGES.format(weights="", recipe=RECIPE)
+        .replace("name: images", "name: image_files")
+        .replace("ood_images: 4, ", "")
+    )
+    (project / "params.yaml").write_text(text, encoding="utf-8")
+    run("01_data", profile="scratch")
+    assert data.load(paths.data("scratch")).is_streamed
+    for method in ("single", "deep_ensembles", "sigma"):
+        run("02_train", profile="scratch", method=method, run=f"train/{method}")
+        run("04_evaluate", profile="scratch", method=method)
+    for name in ("05_comparison", "09_corruption", "10_ood"):
+        run(name, profile="scratch")
+    claims = run("14_claims", profile="scratch")["claims"]
+    assert claims[3]["n"] == claims[5]["n"] == 2
+
+
+def test_notebooks_of_pretrained_images(project, monkeypatch):
+    import timm
+
+    monkeypatch.setattr(data, "STANDARD", ["brightness", "gaussian_noise"])
+    folders(project / "sources")
     weights = project / "weights.pth"
     torch.save(timm.create_model("test_efficientnet").state_dict(), weights)
     (project / "params.yaml").write_text(IMAGES.format(weights=weights, recipe=RECIPE), encoding="utf-8")
