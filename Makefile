@@ -48,7 +48,7 @@ paper: env
 cost: env
 	$(RUN) python -m sigmaens.notebook clean
 	$(RUN) python -m sigmaens.notebook 13_cost --output "results/$(PROFILE)/cost/13_cost.ipynb" profile=$(PROFILE)
-	$(RUN) dvc commit --force cost@$(PROFILE)
+	$(RUN) dvc commit --force "results/$(PROFILE)/cost"
 
 test: env
 	$(RUN) python -m pytest

@@ -1,7 +1,8 @@
 """Keep the README's numbers those of the results: `python -m sigmaens.readme` fills each block from the file it names.
 
-A block is what stands between `<!-- begin results/… -->` and `<!-- end -->`, and is replaced by that file's text. The
-block `verdicts` sets the verdicts of all profiles that have any side by side.
+A block is what stands between `<!-- begin results/… -->` and `<!-- end -->`, and is replaced by that file's text. Two
+blocks set profiles side by side: `verdicts` the verdicts of all that have any, `scores` the methods on those whose
+networks are trained from scratch.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import json
 import re
 import sys
+from typing import Any
 
 from sigmaens import paths
 
-__all__ = ["fill", "main", "verdicts"]
+__all__ = ["fill", "main", "scores", "verdicts"]
 
 BLOCK = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+SCORES = {"accuracy": "{:.1%}", "nll": "{:.3f}", "ece": "{:.1%}", "auroc": "{:.1%}"}
 
 
 def fill(text: str) -> str:
@@ -25,29 +28,61 @@ def fill(text: str) -> str:
     """
 
     def replace(block: re.Match[str]) -> str:
-        named = block[2] != "verdicts"
-        content = (paths.root() / block[2]).read_text(encoding="utf-8") if named else verdicts()
+        made = {"verdicts": verdicts, "scores": scores}.get(block[2])
+        content = made() if made else (paths.root() / block[2]).read_text(encoding="utf-8")
         return f"{block[1]}{content.rstrip()}\n{block[3]}"
 
     return BLOCK.sub(replace, text)
 
 
+def _metrics(stage: str) -> dict[str, Any]:
+    """The metrics of a stage, by the profiles that have any, in the order of their settings."""
+    files = {profile: paths.results(profile, stage) / "metrics.json" for profile in paths.load_params()["settings"]}
+    return {profile: json.loads(file.read_text(encoding="utf-8")) for profile, file in files.items() if file.is_file()}
+
+
+def _table(lines: list[list[str]]) -> str:
+    head, *rows = lines
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rows])
+
+
 def verdicts() -> str:
     """Return a table of the verdict of every claim on every profile, profiles in the order of their settings."""
-    files = {profile: paths.results(profile, "claims") / "metrics.json" for profile in paths.load_params()["settings"]}
-    claims = {
-        profile: json.loads(file.read_text(encoding="utf-8")) for profile, file in files.items() if file.is_file()
-    }
+    claims = _metrics("claims")
 
     def cell(claim: dict[str, object]) -> str:
         word = claim["strength"] or str(claim["verdict"]).removesuffix(" at this scale")
         return f"{word}, n = {claim['n']}" if claim["n"] else word
 
     lines = [["claim", *(f"[{profile}](results/{profile}/claims/14_claims.ipynb)" for profile in claims)]]
-    lines.append(["---"] * len(lines[0]))
     for number in sorted({number for table in claims.values() for number in table}, key=int):
         lines.append([number, *(cell(table[number]) for table in claims.values())])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return _table(lines)
+
+
+def scores() -> str:
+    """Return a table of the methods on every profile whose networks are trained from scratch, means over seeds."""
+    from .figures import LABELS
+
+    settings = paths.load_params()["settings"]
+    measured = {
+        profile: methods
+        for profile, methods in _metrics("comparison").items()
+        if not settings[profile]["sigma"]["pretrained"]
+    }
+
+    def cell(scored: dict[str, Any] | None) -> str:
+        return " / ".join(form.format(scored[name]["mean"]) for name, form in SCORES.items()) if scored else ""
+
+    def named(profile: str) -> str:
+        n = measured[profile]["single"]["accuracy"]["n"]
+        return f"[{profile}](results/{profile}/comparison/05_comparison.ipynb), n = {n}"
+
+    lines = [["accuracy / NLL / ECE / AUROC", *map(named, measured)]]
+    for method, label in LABELS.items():
+        if any(method in methods for methods in measured.values()):
+            lines.append([label, *(cell(methods.get(method)) for methods in measured.values())])
+    return _table(lines)
 
 
 def main() -> int:

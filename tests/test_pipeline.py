@@ -17,7 +17,7 @@ FAMILIES = ("image", "short", "text", "vision")
 WITH_NOTEBOOK = {name: stage for name, stage in STAGES.items() if name != "clean"}
 # What a training notebook only shows with: a change there needs no new training.
 SHOWN = {"figures", "metrics", "uncertainty", "analysis"}
-TRAINING = {"layers", "ensemble", "losses", "backbones", "baselines", "peers", "data", "training", "results"}
+TRAINING = {"layers", "ensemble", "losses", "backbones", "baselines", "peers", "slim", "data", "training", "results"}
 
 
 def notebook(stage):
@@ -58,6 +58,7 @@ def test_every_module_that_decides_a_result_is_a_dependency(name):
     needed -= {"text"} if "01_data" not in source else set()  # whose one use there is to show sentences
     if "training" in needed and source[:2] not in ("02", "03", "04"):
         needed |= {"layers", "ensemble", "slim", "backbones", "baselines", "peers"}
+    needed |= {"tracing"} if "slim" in needed else set()
     assert needed - modules(stage) == set()
 
 

@@ -49,6 +49,28 @@ def test_verdicts_of_all_profiles_stand_side_by_side(tmp_path, monkeypatch):
     assert rows == ["| 2 | contradicted, n = 3 | supported, n = 3 |", "| 10 | not tested | not tested |"]
 
 
+def test_scores_of_profiles_from_scratch_stand_side_by_side(tmp_path, monkeypatch):
+    (tmp_path / "params.yaml").write_text(
+        "settings:\n  large: {sigma: {pretrained: false}}\n  tuned: {sigma: {pretrained: true}}\n"
+        "  small: {sigma: {pretrained: false}}\n  later: {sigma: {pretrained: false}}\n",
+        encoding="utf-8",
+    )
+
+    def scored(accuracy):
+        values = {"accuracy": accuracy, "nll": 0.1234, "ece": 0.05, "auroc": 1.0}
+        return {name: {"mean": value, "sd": 0.0, "n": 3} for name, value in values.items()}
+
+    for profile, methods in {"small": ("sigma", "single"), "large": ("single",), "tuned": ("single",)}.items():
+        folder = tmp_path / "results" / profile / "comparison"
+        folder.mkdir(parents=True)
+        (folder / "metrics.json").write_text(json.dumps({method: scored(0.9) for method in methods}))
+    monkeypatch.chdir(tmp_path)
+    head, _, *rows = readme.scores().splitlines()
+    assert re.findall(r"\[(\w+)\]\(\S+\), n = (\d)", head) == [("large", "3"), ("small", "3")]
+    cell = "90.0% / 0.123 / 5.0% / 100.0%"
+    assert rows == [f"| Single | {cell} | {cell} |", f"| σN-Ens |  | {cell} |"]
+
+
 def test_links_lead_somewhere(text):
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if not link.startswith("http")]
     assert links

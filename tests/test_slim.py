@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from sigmaens import SigmaEnsemble, SigmaNorm, backbones, decompose, parameter_groups
 from sigmaens.results import multiply_adds
-from sigmaens.slim import Cut, Pick, SlimEnsemble, Spread, slim, with_uncertainty
+from sigmaens.slim import Cut, Pick, SlimEnsemble, Spread, close, slim, with_uncertainty
 
 slim_module = importlib.import_module("sigmaens.slim")
 EXACT = {"rtol": 0, "atol": 1e-12}
@@ -729,6 +729,9 @@ def test_a_norm_that_alone_reads_a_convolution_is_folded_into_it():
     y, seen = folding(slimmed, x)
     assert seen == ["bn2"] * 2  # the first convolution runs once for all members
     assert_close(y, closed(ens, slimmed)(x), **EXACT)
+    again, of_the_copy = folding(copy.deepcopy(slimmed), x)
+    assert_close(again, y, **EXACT)
+    assert of_the_copy == seen
     ordinary = slimmed.member(1)
     assert [type(ordinary.bn2), ordinary.conv2.bias is None] == [nn.BatchNorm2d, Chain().conv2.bias is None]
     # Not where somebody looks on, where the norm learns, where it may do more, or where weights would be rounded.
@@ -906,6 +909,8 @@ def test_arguments():
     for threshold in (-0.1, 1, float("nan")):
         with pytest.raises(ValueError, match=r"threshold must be in \[0, 1\), not"):
             slim(ens, x, threshold=threshold)
+        with pytest.raises(ValueError, match=r"threshold must be in \[0, 1\), not"):
+            close(ens, threshold)
     with pytest.raises(TypeError, match="ens must be a SigmaEnsemble, not Chain"):
         slim(Chain(), x)
     with pytest.raises(TypeError, match="slim already"):
