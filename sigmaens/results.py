@@ -19,7 +19,7 @@ from . import metrics, paths, uncertainty
 from .analysis import sigma_norm_cos
 from .ensemble import SigmaEnsemble, save
 
-__all__ = ["Run", "interval", "multiply_adds", "parameters", "per_cent", "plus_minus", "summary", "write_json"]
+__all__ = ["Run", "interval", "multiply_adds", "parameters", "per_cent", "plus_minus", "summary", "sweep", "write_json"]
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,35 @@ def summary(values: Iterable[float]) -> dict[str, float]:
     array = np.asarray(list(values), dtype=float)
     sd = float(array.std(ddof=1)) if len(array) > 1 else math.nan
     return {"mean": float(array.mean()), "sd": sd, "n": len(array)}
+
+
+def sweep(profile: str, over: str, seeds: tuple[int, ...]) -> dict[float, Run]:
+    """Return the runs of a sweep by value, in order; none where the profile has no such sweep.
+
+    The lists of a profile hold the values beside its own. That one is not trained again: it is the comparison's run.
+
+    Args:
+        profile: Profile of `params.yaml`.
+        over: `tau`, `lambda` or `members` of σN-Ens, or `members_packed` of Packed-Ensembles.
+        seeds: Seeds that were trained.
+
+    Raises:
+        ValueError: for another `over`.
+    """
+    settings = paths.settings(profile)
+    sweeps = {
+        "tau": ("taus", settings["sigma"]["tau"], "sigma"),
+        "lambda": ("lambdas", settings["sigma"]["weight"], "sigma"),
+        "members": ("sizes", settings["members"], "sigma"),
+        "members_packed": ("sizes", settings["members"], "packed_ensembles"),
+    }
+    if over not in sweeps:
+        raise ValueError(f"a sweep is over one of {list(sweeps)}, not {over!r}")
+    values, own, method = sweeps[over]
+    runs = {value: Run(profile, f"sweep_{over}/{value}", seeds) for value in settings[values]}
+    if runs:
+        runs[own] = Run(profile, f"train/{method}", seeds)
+    return dict(sorted(runs.items()))
 
 
 def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:

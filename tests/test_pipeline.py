@@ -24,6 +24,11 @@ def notebook(stage):
     return next(dep.removeprefix(".clean/") for dep in stage["deps"] if str(dep).startswith(".clean/"))
 
 
+def swept(code):
+    """The sweeps that a notebook reads through `results.sweep`."""
+    return set(re.findall(r'(?<!\[)"(tau|lambda|members|members_packed)"', code)) if "results.sweep(" in code else set()
+
+
 def modules(stage):
     return {dep.removeprefix("sigmaens/").removesuffix(".py") for dep in stage["deps"] if dep.startswith("sigmaens/")}
 
@@ -103,6 +108,8 @@ def test_every_profile_has_settings_and_one_family():
         lists = [family for family in FAMILIES if PARAMS[family]["methods"] == settings["methods"]]
         assert len(lists) == 1, profile
         assert len(settings["seeds"]) >= 2
+        own = {"taus": settings["sigma"]["tau"], "lambdas": settings["sigma"]["weight"], "sizes": settings["members"]}
+        assert not [name for name, value in own.items() if value in settings[name]], "trained twice"
 
 
 def test_every_stage_of_a_family_is_listed_for_its_profiles_only():
@@ -125,6 +132,8 @@ def test_light_stages_know_every_list_they_read():
         params = stage.get("params", [])
         if "settings.${item.profile}" in params or name == "data":
             continue
+        if "tau" in swept(code):
+            assert {f"settings.${{item.profile}}.{key}" for key in ("taus", "sigma.tau")} <= set(params), name
         read = set(re.findall(r'settings\["(\w+)"\]', code)) - (
             {"taus", "methods", "rows"} if "train" in name else set()
         )
@@ -135,11 +144,12 @@ def test_light_stages_know_every_list_they_read():
 def test_every_sweep_that_a_notebook_reads_is_a_dependency():
     """Of the whole paper. The other families lack some sweeps, and their claims and slim members say what they read."""
     for name, stage in WITH_NOTEBOOK.items():
-        code = (ROOT / "notebooks" / notebook(stage)).read_text(encoding="utf-8")
+        code = (ROOT / "notebooks" / notebook(stage)).read_text(encoding="utf-8").replace('\\"', '"')
+        read = set(re.findall(r"sweep_\w+", code)) | {f"sweep_{over}" for over in swept(code)}
         whole = stage.get("matrix", {}).get("profile") in ("${profiles.image}", "${profiles.tau}")
         if whole and not stage.get("frozen"):
-            for sweep in set(re.findall(r"sweep_\w+", code)):
-                assert f"results/${{item.profile}}/{sweep}" in stage["deps"], (name, sweep)
+            read |= {"train"} if swept(code) else set()
+            assert {f"results/${{item.profile}}/{folder}" for folder in read} <= set(stage["deps"]), name
 
 
 def test_git_tracks_nothing_that_dvc_caches():

@@ -118,3 +118,25 @@ def test_json_is_plain_and_whole(tmp_path):
         results.write_json(path, {"a": object()})
     assert json.loads(path.read_text())["a"] == 0.333333
     assert [file.name for file in path.parent.iterdir()] == ["metrics.json"]
+
+
+def test_a_sweep_holds_the_run_of_the_comparison_at_the_profiles_own_value(tmp_path, monkeypatch):
+    (tmp_path / "params.yaml").write_text(
+        "settings:\n"
+        "  swept: {taus: [0.02, 5.0, 1], lambdas: [0.1], sizes: [8, 2], members: 4, sigma: {tau: 0.1, weight: 0.01}}\n"
+        "  plain: {taus: [], lambdas: [], sizes: [], members: 4, sigma: {tau: 0.1, weight: 0.01}}\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    expected = {
+        "tau": {0.02: "sweep_tau/0.02", 0.1: "train/sigma", 1: "sweep_tau/1", 5.0: "sweep_tau/5.0"},
+        "lambda": {0.01: "train/sigma", 0.1: "sweep_lambda/0.1"},
+        "members": {2: "sweep_members/2", 4: "train/sigma", 8: "sweep_members/8"},
+        "members_packed": {2: "sweep_members_packed/2", 4: "train/packed_ensembles", 8: "sweep_members_packed/8"},
+    }
+    for over, names in expected.items():
+        runs = results.sweep("swept", over, (0, 1))
+        assert [*runs.items()] == [(value, results.Run("swept", name, (0, 1))) for value, name in names.items()]
+        assert results.sweep("plain", over, (0, 1)) == {}
+    with pytest.raises(ValueError, match=r"a sweep is over one of .*'members_packed'.*, not 'width'"):
+        results.sweep("swept", "width", (0, 1))
