@@ -9,16 +9,16 @@ One command for when a GPU is at hand, with the settings of the profile `cifar10
    training closes none. A difference is the largest of a value; "relative" divides it by the largest absolute value, of
    gradients parameter by parameter, the worst of which is named. The agreement is that of the class of the highest
    mean probability. Gradients are those of one step in training mode.
-3. A training step and an evaluation pass are timed: of one backbone with the same B images and with M·B; of σN-Ens, all
-   members at once and one at a time; of slim members; and of Deep Ensembles, whose M networks run and learn one after
-   the other. The slim ones regularise the first norm of each block, and gates are set as `benchmarks/slim.py` sets them:
-   a share of 1/M + 0.03 is open. Those of one precision and format are timed in turn within every round, the GPU idle
-   before and after. A ratio is the median over rounds of a time over the plain backbone's in the same round, with a
-   95 % bootstrap interval. Memory is the most a step or a pass holds beyond what was held before, which is weights,
-   gradients and the state of the optimiser of all networks.
+3. A training step and an evaluation pass are timed: of one backbone with the same B images and with M·B; of σN-Ens,
+   all members at once and one at a time; of slim members; and of Deep Ensembles, whose M networks run and learn one
+   after the other. The slim ones regularise the first norm of each block, and their gates are set as
+   `benchmarks/slim.py` sets them: a share of 1/M + 0.03 is open. Those of one precision and format are timed in turn
+   within every round, the GPU idle before and after. A ratio is the median over rounds of a time over the plain
+   backbone's in the same round, with a 95 % bootstrap interval. Memory is the most a step or a pass holds beyond what
+   was held before, which is weights, gradients and the state of the optimiser of all networks.
 
-float32 is that of IEEE 754: TF32 is off but in rows that name it. The table is written line by line, so that a run which
-is killed leaves what it had. Exit status: 0, or 1 if there is no such device or no CIFAR-10.
+float32 is that of IEEE 754: TF32 is off but in rows that name it. The table is written line by line, so that a run
+which is killed leaves what it had. Exit status: 0, or 1 if there is no such device or no CIFAR-10.
 
     SIGMAENS_DATA=… python benchmarks/gpu.py [--device cuda] [--images 2000] [--epochs 2] [--batch 128] [--rounds 20]
         [--precision no bf16] [--markdown benchmarks/gpu.md]
@@ -395,9 +395,10 @@ def main() -> int:
         return 1
     report = Report(given.markdown)
     with tf32(False):
+        sigma, what = settings["sigma"], f"ResNet-18 of width {given.width}, M = {settings['members']}"
         report.tell(
-            f"{about(device)}; ResNet-18 of width {given.width}, M = {settings['members']}, τ {settings['sigma']['tau']}, "
-            f"λ {settings['sigma']['weight']}, batch {given.batch}, {given.clock} time; TF32 off unless named."
+            f"{about(device)}; {what}, τ {sigma['tau']}, λ {sigma['weight']}, batch {given.batch}, {given.clock} time; "
+            "TF32 off unless named."
         )
         ens = train(report, dataset, settings, given, device)
         compare(report, ens, dataset, settings, given, device)
