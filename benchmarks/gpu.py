@@ -14,8 +14,8 @@ One command for when a GPU is at hand, with the settings of the profile `cifar10
    after the other. The slim ones regularise the first norm of each block, and their gates are set as
    `benchmarks/slim.py` sets them: a share of 1/M + 0.03 is open. Those of one precision and format are timed in turn
    within every round, the GPU idle before and after. A ratio is the median over rounds of a time over the plain
-   backbone's in the same round, with a 95 % bootstrap interval. Memory is the most a step or a pass holds beyond what
-   was held before, which is weights, gradients and the state of the optimiser of all networks.
+   backbone's in the same round, with a 95 % bootstrap interval. Memory is the most a step or a pass holds beyond
+   weights and the state of the optimiser; the gradients of a step are part of it.
 
 float32 is that of IEEE 754: TF32 is off but in rows that name it. The table is written line by line, so that a run
 which is killed leaves what it had. Exit status: 0, or 1 if there is no such device or no CIFAR-10.
@@ -350,6 +350,7 @@ def clock(report: Report, settings: dict[str, Any], given: Any, device: torch.de
                 own = times[phase]
                 row.append(cells(own[network], own[network])[0])
                 row += [cells(own[network], own[base])[1] if base in own else "–" for base in (PLAIN, PLAIN_ROWS)]
+                timed[network].optimizer.zero_grad()
                 row.append(f"{peak(getattr(timed[network], phase), device):.1f}")
             report.row(name, layout, network, *row)
         del every, timed

@@ -13,9 +13,9 @@ random weights, for which no data are needed. Not counted: norms and activations
   measured on a smaller batch, and what is not the optimiser's grows with the batch.
 - One GPU: the multiply-adds by a rate that you state for your card. This is an estimate; no GPU was measured. Small
   networks, whose time goes into calls, do not reach the rate.
-- Memory of a step: weights, gradients, the state of the optimiser, and what torch holds on the CPU beyond these. Of a
-  step that would take long it is measured on two small batches and continued linearly. Of the three cells that compute
-  most at once the largest is told; Deep Ensembles train one network after the other.
+- Memory of a step: weights, gradients, the state of the optimiser, and the most that torch holds on the CPU beyond
+  these. Of a step that would take long it is measured on two small batches and continued linearly. Of the three cells
+  that compute most at once the largest is told; Deep Ensembles train one network after the other.
 
     python benchmarks/profiles.py [--profiles digits …] [--rounds 5] [--rate 20] [--markdown benchmarks/profiles.md]
 """
@@ -288,7 +288,7 @@ def hours_here(
 
 
 def step_memory(cell: Cell, per_image: int) -> float:
-    """Return the bytes of a training step: what is kept between steps, and the most that is held beyond it.
+    """Return the bytes of a training step: weights, gradients, the state of the optimiser, and the most beyond them.
 
     Of a step that would take long it follows from two on fewer inputs, of which each takes so many multiply-adds.
     """
@@ -296,12 +296,13 @@ def step_memory(cell: Cell, per_image: int) -> float:
     model, batch = built(one), one.recipe["batch_size"]
     kept = 4 * parameters(model) * (4 if one.recipe["optimizer"] == "adam" else 3)
     rows = timed_rows(one, per_image)
-    step = contender_of(model, one, rows).train
-    step()  # makes gradients, which are then there from step to step
-    peak = peak_memory(step)
-    if rows == batch:
-        return kept + peak
-    return kept + peak + (peak_memory(contender_of(model, one, 2 * rows).train) - peak) * (batch - rows) / rows
+    few, more = contender_of(model, one, rows), contender_of(model, one, 2 * rows)
+    # Gradients stay where they are: new ones would hide the activations of a few inputs.
+    few.optimizer.zero_grad = functools.partial(few.optimizer.zero_grad, set_to_none=False)
+    more.optimizer = few.optimizer
+    few.train()  # makes gradients and the state of the optimiser
+    low = peak_memory(few.train)
+    return kept + low + (0 if rows == batch else (peak_memory(more.train) - low) * (batch - rows) / rows)
 
 
 def largest(cells: list[Cell], counted: dict[str, tuple[int, int]]) -> list[Cell]:
