@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,21 +24,33 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 @dataclass
 class Contender:
-    """A network with its images, its training loss and its optimiser; `autocast` is the precision it runs in."""
+    """A network with its images, its training loss and its optimiser; `autocast` is the precision it runs in.
+
+    A network with `at_once` members learns chunk by chunk, as in the training loop: `loss` is then that of a chunk.
+    `penalty` is added to it once a step.
+    """
 
     network: nn.Module
     images: Tensor
     loss: Callable[[Tensor], Tensor]
     optimizer: torch.optim.Optimizer
     autocast: torch.dtype | None = None
+    penalty: Callable[[], Tensor] | None = None
 
     def train(self) -> None:
         """Take a training step: forward and backward pass, and a step of the optimiser."""
         self.network.train()
         self.optimizer.zero_grad()
-        with self._precision():
-            loss = self.loss(self.network(self.images))
-        loss.backward()
+        extra = 0.0 if self.penalty is None else self.penalty()
+        passes = self._passes()
+        while True:
+            with self._precision():
+                share, logits = next(passes, (0.0, None))
+                if logits is None:
+                    break
+                loss = share * self.loss(logits) + extra
+            loss.backward()
+            extra = 0.0
         self.optimizer.step()
 
     @torch.inference_mode()
@@ -48,8 +60,27 @@ class Contender:
         with self._precision():
             return self.network(self.images)
 
+    def _passes(self) -> Iterator[tuple[float, Tensor]]:
+        """Yield logits and the share of the members they are of."""
+        if getattr(self.network, "at_once", None) is None:
+            yield 1.0, self.network(self.images)
+        else:
+            for logits in self.network.chunks(self.images):
+                yield logits.shape[1] / self.network.members, logits
+
     def _precision(self) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext() if self.autocast is None else torch.autocast("cpu", self.autocast)
+        return precision_of(self.images.device, self.autocast)
+
+
+def precision_of(device: torch.device, autocast: torch.dtype | None) -> contextlib.AbstractContextManager:
+    """Return a context in which a device computes in a lower precision, or as it is for None."""
+    return contextlib.nullcontext() if autocast is None else torch.autocast(device.type, autocast)
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has done what it was given; a CPU always has."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def contend(
@@ -64,9 +95,20 @@ def contend(
 
 
 def measure(contenders: Mapping[object, Contender], rounds: int, clock: str) -> dict[str, dict[object, np.ndarray]]:
-    """Return seconds (rounds,) of every contender in both phases, {phase: {name: seconds}}, paired in each phase."""
+    """Return seconds (rounds,) of every contender in both phases, {phase: {name: seconds}}, paired in each phase.
+
+    A time ends when the contender's device has done everything, and so the next one starts on an idle device.
+    """
+
+    def job(contender: Contender, phase: str) -> Callable[[], None]:
+        def run() -> None:
+            getattr(contender, phase)()
+            wait_for(contender.images.device)
+
+        return run
+
     return {
-        phase: paired_times({name: getattr(c, phase) for name, c in contenders.items()}, rounds, clock=CLOCKS[clock])
+        phase: paired_times({name: job(c, phase) for name, c in contenders.items()}, rounds, clock=CLOCKS[clock])
         for phase in PHASES
     }
 
