@@ -16,7 +16,7 @@ def text():
 
 
 def test_blocks_are_the_results(text):
-    assert len(readme.BLOCK.findall(text)) == 10
+    assert len(readme.BLOCK.findall(text)) == 12
     assert readme.fill(text) == text, "run python -m sigmaens.readme"
 
 
