@@ -55,8 +55,9 @@ class SlimEnsemble(SigmaEnsemble):
     Made by `slim`. It holds the parameters of the ensemble under the same names, shared by the members, and for every
     slimmed σNorm layer a mask `open` (M, C). Each member takes its rows and columns of the shared weights as it runs,
     so gradients and running statistics arrive where those of the full pass do, and are the same. Layers before the
-    first σNorm run once. In evaluation without gradients the members' layers are kept ready, each BatchNorm that alone
-    reads a convolution or linear layer folded into it, so that outputs are those of the full pass up to rounding.
+    first σNorm run once. In evaluation without gradients the members' layers are kept ready, and a plain BatchNorm with
+    statistics of its own is folded into the convolution whose rows it closes (see `report`), unless a hook looks on or
+    weights are not in float32 or float64; outputs are those of the full pass up to rounding.
 
     `gates` counts closed gates as 0, and `member(m)` is an ordinary, narrower network. Files hold weights and masks:
     `load` takes those of any slim ensemble of the same backbone and is slimmed in the file's way afterwards; a file of
@@ -214,7 +215,8 @@ def slim(
     for name, place in found.places.items():
         if place.producer or place.consumers:
             backbone.get_submodule(name).close(threshold)
-        if place.producer:
+        # A linear layer may be called on more dimensions than its norm takes.
+        if place.producer and not isinstance(backbone.get_submodule(place.producer), nn.Linear):
             backbone.get_submodule(place.producer).norm = (backbone.get_submodule(name),)
     return SlimEnsemble._of(ens, backbone, found)
 
@@ -327,12 +329,14 @@ class _Turn(threading.local):
     Attributes:
         once: What layers that run once have returned.
         guarded: Whether members get copies.
-        folded: Norms whose work the layer before has done, so that they pass on what they get.
+        layers: The σNorm layers and member heads of the backbone that runs.
+        folded: Norms whose work the layer before has done, so that they have nothing more to normalise.
     """
 
     member: int | None = None
     once: dict[nn.Module, Tensor] | None = None
     guarded = False
+    layers: Collection[nn.Module] = ()
 
     def __init__(self) -> None:
         self.folded: set[nn.Module] = set()
@@ -366,13 +370,19 @@ def _turns(
         apart: Share no graph between members, so that each may be propagated back before the next one runs.
     """
     once: dict[nn.Module, Tensor] = {}
+    layers = frozenset(layers)
     for m in range(members):
         given = tree_map(_copied, (args, kwargs)) if guarded else (args, kwargs)
         if apart and torch.is_grad_enabled():
             once = {}
-        _TURN.member, _TURN.once, _TURN.guarded = m, once, guarded
+        _TURN.member, _TURN.once, _TURN.guarded, _TURN.layers = m, once, guarded, layers
         try:
             logits = folded(backbone, 1, *given, layers)
+            if missed := [name for name, module in backbone.named_modules() if module in _TURN.folded]:
+                raise RuntimeError(
+                    f"layers {missed} did not get what the layers before them return: the backbone goes another way "
+                    "than on the example inputs; slim the ensemble again, on inputs of this kind"
+                )
         finally:
             _TURN.member = _TURN.once = None
             _TURN.folded.clear()
@@ -438,7 +448,8 @@ class _Readied:
     """A layer that, where no gradients are wanted, keeps each member's ordinary layer ready.
 
     It is made again when a tensor of the layer, of an activation inside it or of a norm folded into it was replaced or
-    written to, or the mode changed; what is written through `.data` goes unnoticed by torch and so here.
+    written to, or the mode changed. What is written through `.data` goes unnoticed by torch and so here; so does
+    another `eps`.
     """
 
     def train(self, mode: bool = True) -> nn.Module:
@@ -471,7 +482,7 @@ class _Readied:
             layer = self.member(m)
             if folded:
                 folded.fold_into(layer, m)
-            cache[m] = layer, found, sources  # which keeps the ids taken
+            cache[m] = layer, found, (sources, [t.detach() for t in sources])  # which keeps ids and memory taken
         if folded:
             _TURN.folded.add(folded)
         return layer
@@ -591,7 +602,7 @@ class _SlimNorm(_Readied, SigmaNorm):
 
     @torch.no_grad()
     def fold_into(self, layer: nn.Module, m: int) -> None:
-        """Have a member's layer, whose outputs only this norm reads, scale and shift as the norm does in evaluation."""
+        """Have a member's convolution, which only this norm reads, scale and shift as the norm does in evaluation."""
         channels = self.channels(m)
         weight, bias, mean, var = (
             None if t is None else _pick(t, channels).double()
@@ -600,9 +611,9 @@ class _SlimNorm(_Readied, SigmaNorm):
         scale = weight / (var + self.template.eps).sqrt()
         shift = -mean if layer.bias is None else layer.bias.double() - mean
         shift = shift * scale if bias is None else shift * scale + bias
+        weight = layer.weight.double() * scale.view(-1, *[1] * (layer.weight.dim() - 1))
         dtype = layer.weight.dtype
-        layer.weight.copy_(layer.weight.double() * scale.view(-1, *[1] * (layer.weight.dim() - 1)))
-        layer.bias = nn.Parameter(shift.to(dtype))
+        layer.weight, layer.bias = nn.Parameter(weight.to(dtype)), nn.Parameter(shift.to(dtype))
 
 
 _STATISTICS = ("running_mean", "running_var")
@@ -623,7 +634,7 @@ class _Narrow(_Readied):
 
     Attributes:
         shared: Whether it runs once for all members.
-        norm: The norm that alone reads what it returns, in a tuple so that it is no part of this layer; or nothing.
+        norm: Of a convolution the norm that alone reads it, in a tuple so that it is no part of this layer; or nothing.
     """
 
     shared = False
@@ -631,8 +642,9 @@ class _Narrow(_Readied):
 
     def folding(self) -> _SlimNorm | None:
         for norm in self.norm:
+            there = norm in _TURN.layers and norm.foldable and not norm.training
             whole = self.weight.dtype in (torch.float32, torch.float64) and not _autocast(self.weight)
-            if norm.foldable and not norm.training and whole and not (_hooked(self) or _hooked(norm)):
+            if there and whole and not (_hooked(self) or _hooked(norm)):
                 return norm
         return None
 
@@ -739,8 +751,9 @@ def _autocast(x: Tensor) -> bool:
 
 
 def _hooked(module: nn.Module) -> bool:
-    """Whether somebody looks at what a module gets or returns."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    """Whether somebody is known to look at what a module gets or returns."""
+    everywhere = nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks
+    return "forward" in vars(module) or any((*everywhere, module._forward_hooks, module._forward_pre_hooks))
 
 
 def _copied(leaf: Any) -> Any:

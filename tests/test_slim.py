@@ -1,6 +1,7 @@
 """Slim ensembles: the outputs, gradients and statistics of the full ensemble, at the cost of the open gates."""
 
 import copy
+import functools
 import importlib
 import pickle
 import threading
@@ -736,11 +737,20 @@ def test_a_norm_that_alone_reads_a_convolution_is_folded_into_it():
     assert [type(ordinary.bn2), ordinary.conv2.bias is None] == [nn.BatchNorm2d, Chain().conv2.bias is None]
     # Not where somebody looks on, where the norm learns, where it may do more, or where weights would be rounded.
     for module in (slimmed.backbone.bn2, slimmed.backbone.conv2):
-        looked = []
-        handle = module.register_forward_hook(lambda *call, looked=looked: looked.append(call[-1]))
+        for register in (
+            module.register_forward_hook,
+            module.register_forward_pre_hook,
+            nn.modules.module.register_module_forward_hook,
+            nn.modules.module.register_module_forward_pre_hook,
+        ):
+            looked = []
+            handle = register(lambda *call, looked=looked: looked.append(call[-1]) and None)
+            assert folding(slimmed, x)[1] == []
+            handle.remove()
+            assert len(looked) >= 2
+        module.forward = functools.partial(type(module).forward, module)
         assert folding(slimmed, x)[1] == []
-        handle.remove()
-        assert len(looked) == 2
+        del module.forward
     assert folding(slimmed, x)[1] == seen
     learning = copy.deepcopy(slimmed)
     learning.backbone.bn2.train()
@@ -749,10 +759,60 @@ def test_a_norm_that_alone_reads_a_convolution_is_folded_into_it():
     with torch.autocast("cpu", torch.bfloat16):
         assert folding(slimmed.float(), x.float())[1] == []
     assert folding(slimmed, x.float())[1] == seen
-    net = Chain()
-    net.bn2 = Noting(6)
-    other = settled(SigmaEnsemble(net, 2)).eval()
-    assert folding(slim(other, x.float()), x.float())[1] == []
+    assert folding(copy.deepcopy(slimmed).bfloat16(), x.bfloat16())[1] == []
+    for norm in (Noting(6), nn.BatchNorm2d(6, track_running_stats=False)):
+        net = Chain()
+        net.bn2 = norm
+        other = settled(SigmaEnsemble(net, 2)).eval()
+        thin = slim(other, x.float())
+        z, none = folding(thin, x.float())
+        assert_close(z, closed(other, thin)(x.float()), rtol=0, atol=1e-5)
+        assert none == []
+
+
+def test_a_norm_is_folded_once_wherever_its_parts_come_from():
+    ens = settled(SigmaEnsemble(Chain(), 2)).eval()
+    x = torch.randn(2, 3, 9, 9)
+    expected = closed(ens, slim(ens, x))(x)
+    for name in ("conv2", "bn2"):
+        slimmed = slim(ens, x)
+        setattr(slimmed.backbone, name, copy.deepcopy(getattr(slimmed.backbone, name)))
+        y, seen = folding(slimmed, x)
+        assert_close(y, expected, rtol=0, atol=1e-5)
+        assert seen == []
+
+
+def test_a_backbone_that_goes_another_way_than_on_the_example_is_an_error():
+    class Early(Chain):
+        early = False
+
+        def forward(self, x):
+            x = self.conv2(F.relu(self.bn1(self.conv1(x))))
+            return self.fc(self.conv3(x if self.early else self.bn2(x)).flatten(2).mean(2))
+
+    ens = settled(SigmaEnsemble(Early(), 2), share=0).eval()
+    x = torch.randn(2, 3, 9, 9)
+    slimmed = slim(ens, x)
+    slimmed.backbone.early = True
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"layers \['bn2'\] did not get .* goes another way"):
+        slimmed(x)
+    slimmed.backbone.early = False
+    y, seen = folding(slimmed, x)
+    assert_close(y, ens(x), rtol=0, atol=1e-5)
+    assert seen == ["bn2"] * 2
+
+
+def test_what_is_kept_ready_keeps_the_memory_that_tells_it_apart():
+    ens = settled(SigmaEnsemble(Chain(), 2)).eval()
+    x = torch.randn(2, 3, 9, 9)
+    slimmed = slim(ens, x)
+    with torch.no_grad():
+        for _ in range(20):
+            slimmed(x)
+            for _ in range(2):
+                for parameter in slimmed.parameters():
+                    parameter.data = parameter.data * 0.9
+            assert_close(slimmed(x), copy.deepcopy(slimmed)(x), rtol=0, atol=0)
 
 
 def test_nothing_stays_folded_after_an_error():
@@ -762,11 +822,14 @@ def test_nothing_stays_folded_after_an_error():
     with torch.no_grad():
         good = slimmed(x)
 
-        def fail(x):
-            raise KeyboardInterrupt
+        def fail(norm, x):
+            if norm in slim_module._TURN.folded:
+                raise KeyboardInterrupt
+            return original(norm, x)
 
+        original = slim_module._SlimNorm.forward
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(slimmed.backbone.bn2, "forward", fail)
+            patch.setattr(slim_module._SlimNorm, "forward", fail)
             with pytest.raises(KeyboardInterrupt):
                 slimmed(x)
         assert not slim_module._TURN.folded
