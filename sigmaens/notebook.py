@@ -74,7 +74,7 @@ def clean_notebooks() -> list[Path]:
     return list(texts)
 
 
-def run(name: str, output: str | Path, parameters: Mapping[str, Any], timeout: int = 3600) -> None:
+def run(name: str, output: str | Path, parameters: Mapping[str, Any], timeout: int | None = None) -> None:
     """Run the clean copy of a notebook in the project's folder and write the executed notebook to `output`.
 
     The result holds no time, random id, absolute path or version, so that a second run gives the same bytes. A
@@ -87,7 +87,7 @@ def run(name: str, output: str | Path, parameters: Mapping[str, Any], timeout: i
         parameters: values that replace defaults of the cell tagged `parameters`. A value has the type of its
             default; an int stands for a float; a default of None takes str, int, float and None; the elements of
             a list have the type of the default's elements.
-        timeout: longest time a cell may take, in seconds.
+        timeout: longest time a cell may take, in seconds; None is no limit, since a cell may train for days.
 
     Raises:
         FileNotFoundError: if there is no such notebook.
@@ -135,7 +135,7 @@ class _Parser(argparse.ArgumentParser):
         self.add_argument("notebook", help="name or path of a notebook, or `clean`")
         self.add_argument("parameters", nargs="*", metavar="key=value", help="values as in YAML 1.2")
         self.add_argument("--output", help="path of the executed notebook")
-        self.add_argument("--timeout", type=int, default=3600, help="seconds a cell may take (default: 3600)")
+        self.add_argument("--timeout", type=int, help="seconds a cell may take (default: no limit)")
 
     def error(self, message: str) -> None:
         raise ValueError(message)
@@ -160,7 +160,7 @@ def _parse_parameters(arguments: list[str]) -> dict[str, Any]:
 
 
 def _prepare(
-    name: str, output: str | Path, parameters: Mapping[str, Any], timeout: int
+    name: str, output: str | Path, parameters: Mapping[str, Any], timeout: int | None
 ) -> tuple[str, NotebookNode, Path, int]:
     """Check a call of `run` as far as that goes without a kernel; return what `_execute` takes."""
     source, output = Path(name), Path(output).absolute()
@@ -170,7 +170,7 @@ def _prepare(
         raise FileNotFoundError(f"no notebook {source}: run `python -m sigmaens.notebook clean`, or correct its name")
     if output.suffix != ".ipynb" or output == source.absolute():
         raise ValueError(f"output must be an .ipynb file other than the notebook itself, got {output}")
-    if type(timeout) is not int or timeout < 1:
+    if timeout is not None and (type(timeout) is not int or timeout < 1):
         raise ValueError(f"timeout must be a whole number of seconds, at least 1, got {timeout!r}")
     notebook = _canonical(source)
     _inject(notebook, parameters, source.stem)
@@ -286,7 +286,7 @@ def _conform(key: str, value: Any, default: Any) -> Any:
     return value
 
 
-def _execute(name: str, notebook: NotebookNode, output: Path, timeout: int) -> None:
+def _execute(name: str, notebook: NotebookNode, output: Path, timeout: int | None) -> None:
     """Run a prepared notebook and write it to `output` if every cell succeeds."""
     import papermill
     from nbclient.exceptions import CellTimeoutError, DeadKernelError

@@ -25,6 +25,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields
@@ -601,7 +602,12 @@ def main(argv: list[str] | None = None) -> int:
         _die_with_parent()
     try:
         changes = {name: getattr(options, name) for name in ("tau", "weight", "members", "variant")}
+        changed = [f"--{name}" for name, value in changes.items() if value is not None]
+        if changed and options.run is None:
+            raise ValueError(f"{' and '.join(changed)}: name the folder of this run, for example sweep_tau/0.3")
         settings = varied(paths.settings(options.profile), **changes)
+        if unknown := sorted(set(options.seeds or ()) - set(settings["seeds"])):
+            raise ValueError(f"--seeds: {unknown} are none of the profile's, {settings['seeds']}")
         dataset = datasets.load(paths.data(options.profile))
         run = options.run or ("finetune" if options.method == "finetune" else f"train/{options.method}")
         for seed in options.seeds or settings["seeds"]:
@@ -743,17 +749,26 @@ def _keep(state: Path | None, identity: str, running: dict[str, Any], history: l
         return
     state.parent.mkdir(parents=True, exist_ok=True)
     content = {"identity": identity, "history": history, **{name: part.state_dict() for name, part in running.items()}}
-    temporary = state.with_suffix(f".{os.getpid()}.writing")
-    torch.save(content, temporary)
-    os.replace(temporary, state)
+    temporary, buffer = state.with_suffix(f".{os.getpid()}.writing"), io.BytesIO()
+    torch.save(content, buffer)  # to a full disk, torch raises a RuntimeError that names neither file nor reason
+    try:
+        temporary.write_bytes(buffer.getvalue())
+        os.replace(temporary, state)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write the training state: {error.strerror}", str(state)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _resume(kept: bytes, identity: str, running: dict[str, Any]) -> list[dict[str, float]]:
     try:
+        with zipfile.ZipFile(io.BytesIO(kept)) as archive:
+            if archive.testzip() is not None:  # torch.load compares no checksum
+                return []
         content = torch.load(io.BytesIO(kept), weights_only=True, map_location="cpu")
     except Exception:  # torch raises half a dozen types for a damaged file
         return []
-    if content.get("identity") != identity:
+    if not isinstance(content, dict) or content.get("identity") != identity:
         return []
     for name, part in running.items():
         part.load_state_dict(content[name])

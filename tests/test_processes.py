@@ -461,8 +461,8 @@ def project(tmp_path, monkeypatch):
 
 
 def test_a_stage_finds_what_its_processes_trained(project, monkeypatch):
-    training.together(2, "tiny", "sigma", run="sweep_tau/0.3", tau=0.3)
-    dataset, settings = data.load(paths.data("tiny")), training.varied(project, tau=0.3)
+    training.together(2, "tiny", "sigma", run="sweep_tau/0.3", tau=0.3, weight=0.0)
+    dataset, settings = data.load(paths.data("tiny")), training.varied(project, tau=0.3, weight=0.0)
     for seed in project["seeds"]:
         expected, rows = training.train("sigma", dataset, settings, seed=seed)
         with monkeypatch.context() as patch:
@@ -496,14 +496,20 @@ def test_one_process_is_the_stages_own(project, monkeypatch):
 
 
 def test_the_command_line_trains_in_one_process_too(project, capsys, monkeypatch):
-    assert training.main(["tiny", "sigma", "--seeds", "1", "--variant", "hot"]) == 0
-    assert capsys.readouterr().out.startswith("tiny train/sigma seed 1: 2 epochs, cross-entropy ")
+    assert training.main(["tiny", "sigma", "sweep_variants/hot", "--seeds", "1", "--variant", "hot"]) == 0
+    assert capsys.readouterr().out.startswith("tiny sweep_variants/hot seed 1: 2 epochs, cross-entropy ")
     settings = training.varied(project, variant="hot")
     assert settings["sigma"] == {**project["sigma"], "regularize": "*.bn1", "tau": 5.0}
     monkeypatch.setattr(training, "_passes", None)
-    state = paths.state("tiny", "train", "sigma", "1")
+    state = paths.state("tiny", "sweep_variants", "hot", "1")
     assert len(training.train("sigma", data.load(paths.data("tiny")), settings, seed=1, state=state)[1]) == 2
-    assert training.main(["tiny", "sigma", "--variant", "cold"]) == 1
+    # The state of the comparison's own run is not overwritten by that of another.
+    assert training.main(["tiny", "sigma", "--tau", "0.9", "--weight", "0"]) == 1
+    assert "--tau and --weight: name the folder of this run" in capsys.readouterr().err
+    assert training.main(["tiny", "sigma", "--seeds", "1", "7"]) == 1
+    assert f"--seeds: [7] are none of the profile's, {project['seeds']}" in capsys.readouterr().err
+    assert not paths.state("tiny", "train").exists()
+    assert training.main(["tiny", "sigma", "sweep_variants/cold", "--variant", "cold"]) == 1
     assert capsys.readouterr().err == "sigmaens.training: no variant 'cold'; the profile has ['hot']\n"
     assert training.main(["huge", "sigma"]) == 1
     assert "profile 'huge' has no settings" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -247,6 +248,45 @@ def test_a_slurm_job_beyond_the_cells_says_so(tmp_path, environment):
     log, _ = job.communicate(timeout=60)
     assert job.returncode != 0
     assert "no cell of this number, only 2 are given" in log
+
+
+def test_slurm_jobs_that_share_a_folder_take_turns_at_dvc(tmp_path):
+    """With stand-ins for SLURM and for a DVC that, as the real one, starts beside no other in its folder."""
+    tools = tmp_path / ".venv/bin"
+    tools.mkdir(parents=True)
+    (tmp_path / ".dvc/tmp").mkdir(parents=True)
+    (tmp_path / ".dvc/tmp/rwlock").write_text("of a job that was killed")
+    stand_ins = {
+        "dvc": "set -e; lock=.dvc/tmp/rwlock; [[ ! -e $lock ]]; touch $lock; sleep 0.3; echo dvc $* >> log; rm $lock",
+        "scontrol": "echo node1; echo node2",
+        "srun": 'echo "$@" >> log',
+    }
+    for name, code in stand_ins.items():
+        (tools / name).write_text(f"#!/bin/bash\n{code}\n")
+        (tools / name).chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7"}
+    jobs = [
+        subprocess.Popen(
+            ["bash", ROOT / "examples/slurm.sh", "train_vision", "imagenet", method],
+            cwd=tmp_path,
+            env=os.environ | job,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for method in ("single", "sigma")
+    ]
+    for job in jobs:
+        assert job.communicate(timeout=60)[1] == ""
+        assert job.returncode == 0
+    log = (tmp_path / "log").read_text().splitlines()
+    for method in ("single", "sigma"):
+        own = [line for line in log if line.endswith(method)]
+        stage = f"--single-item train_vision@imagenet-{method}"
+        assert own[::2] == [f"dvc repro --dry {stage}", f"dvc repro {stage}"]
+        assert re.search(
+            f"torchrun --nnodes=2 .*--rdzv-endpoint=node1:20007 -m sigmaens.training imagenet {method}$", own[1]
+        )
+    assert log.count("dvc repro clean data@imagenet") == 2
 
 
 def test_the_queue_of_another_machine_runs_changed_parameters(sweep):

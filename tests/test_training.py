@@ -332,6 +332,36 @@ def test_a_damaged_state_is_ignored(tmp_path, content):
     assert_same((model.state_dict(), history), uninterrupted("sgd and steps"))
 
 
+def test_a_state_with_a_flipped_bit_is_ignored(tmp_path):
+    state = tmp_path / "fit.pt"
+    training.fit(fresh(), tiny(), RECIPES["sgd and steps"], seed=5, penalty=Penalty(), state=state)
+    whole = state.read_bytes()
+    weight = next(iter(torch.load(state, weights_only=True)["model"].values()))
+    at = whole.index(weight.numpy().tobytes()) + 2
+    state.write_bytes(whole[:at] + bytes([whole[at] ^ 64]) + whole[at + 1 :])
+    model = fresh()
+    history = training.fit(model, tiny(), RECIPES["sgd and steps"], seed=5, penalty=Penalty(), state=state)
+    assert_same((model.state_dict(), history), uninterrupted("sgd and steps"))
+
+
+@pytest.mark.parametrize("content", [[1, 2], torch.zeros(3)])
+def test_a_state_that_holds_something_else_is_ignored(tmp_path, content):
+    state = tmp_path / "fit.pt"
+    torch.save(content, state)
+    model = fresh()
+    history = training.fit(model, tiny(), RECIPES["sgd and steps"], seed=5, penalty=Penalty(), state=state)
+    assert_same((model.state_dict(), history), uninterrupted("sgd and steps"))
+
+
+def test_a_full_disk_is_named_with_the_state_and_an_earlier_one_stays(tmp_path, full_disk):
+    state = tmp_path / "fit.pt"
+    state.write_bytes(b"earlier")
+    with pytest.raises(OSError, match=r"cannot write the training state: File too large: '.*fit\.pt'"), full_disk():
+        training.fit(fresh(), tiny(), RECIPES["sgd and steps"], seed=5, penalty=Penalty(), state=state)
+    assert [path.name for path in tmp_path.iterdir()] == ["fit.pt"]
+    assert state.read_bytes() == b"earlier"
+
+
 def final_weights(seed):
     model = fresh(seed=seed)
     training.fit(model, tiny(), Recipe(epochs=1, batch_size=8), seed=seed)
