@@ -304,17 +304,33 @@ def parameter_groups(
 
 
 def save(model: nn.Module, path: str | os.PathLike) -> None:
-    """Write a module's state to a safetensors file with a format version, whole or not at all."""
-    from safetensors.torch import save_file
+    """Write a module's state to a safetensors file with a format version, whole or not at all.
 
-    path = Path(path)
+    Raises:
+        OSError: if it cannot be written, naming the file.
+    """
     state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
     # One entry only: safetensors writes several in random order, and equal models should give equal bytes.
     metadata = {"sigmaens": json.dumps(_describe(model))}
+    write_tensors(state, Path(path), metadata)
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file, whole or not at all.
+
+    Raises:
+        OSError: if it cannot be written, naming the file.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".writing-") as folder:
         temporary = Path(folder) / path.name
-        save_file(state, temporary, metadata=metadata)
-        os.replace(temporary, path)
+        try:
+            save_file(tensors, temporary, metadata=metadata)
+            os.replace(temporary, path)
+        except (SafetensorError, OSError) as error:
+            raise OSError(f"cannot write {path}: {error}") from error
 
 
 def load(model: nn.Module, path: str | os.PathLike) -> nn.Module:

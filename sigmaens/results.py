@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from . import metrics, paths, uncertainty
 from .analysis import sigma_norm_cos
-from .ensemble import SigmaEnsemble, save
+from .ensemble import SigmaEnsemble, save, write_tensors
 
 __all__ = ["Run", "interval", "multiply_adds", "parameters", "per_cent", "plus_minus", "summary", "sweep", "write_json"]
 
@@ -46,15 +46,11 @@ class Run:
 
     def save(self, seed: int, model: nn.Module, logits: Mapping[str, np.ndarray]) -> None:
         """Write a seed's weights, its member logits {split: (N, M, K)} and, of a σN-Ens, its gates."""
-        from safetensors.torch import save_file
-
         self.folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"logits/{split}": torch.from_numpy(array) for split, array in logits.items()}
         if isinstance(model, SigmaEnsemble):
             tensors |= {f"gates/{name}": gate.detach().cpu().contiguous() for name, gate in model.gates().items()}
-        temporary = self.folder / f"seed{seed}.{os.getpid()}.writing"
-        save_file(tensors, temporary)
-        os.replace(temporary, self._outputs(seed))
+        write_tensors(tensors, self._outputs(seed))
         save(model, self.checkpoint(seed))
 
     def logits(self, split: str) -> list[np.ndarray]:

@@ -120,6 +120,13 @@ def test_json_is_plain_and_whole(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["metrics.json"]
 
 
+def test_a_full_disk_is_named_and_nothing_stays(run, full_disk):
+    model = ensemble()
+    with pytest.raises(OSError, match=r"cannot write .*seed0\.outputs\.safetensors: "), full_disk():
+        run.save(0, model, {"test": np.zeros((700, 2, 3), np.float32)})
+    assert list(run.folder.iterdir()) == []
+
+
 def test_a_sweep_holds_the_run_of_the_comparison_at_the_profiles_own_value(tmp_path, monkeypatch):
     (tmp_path / "params.yaml").write_text(
         "settings:\n"
