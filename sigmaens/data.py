@@ -186,17 +186,17 @@ def _check_option(option: str, value: Any, kind: str) -> None:
             raise ValueError(f"{option} must be at least {least}, got {value}")
     elif kind == "str" and not (isinstance(value, str) and value):
         raise TypeError(f"{option} must be a text that is not empty, got {value!r}")
-    elif kind in ("list[str]", "str | list[str]", "Sequence[str]"):
+    elif kind in ("list[str]", "Sequence[str]"):
         texts = value if isinstance(value, list | tuple) else [value]
         if not all(isinstance(text, str) and text for text in texts) or not (texts or kind == "Sequence[str]"):
             raise TypeError(f"{option} must be a text or a list of texts, none of them empty, got {value!r}")
     elif kind.startswith(("dict[str, ", "Mapping[str, ")):
         if not isinstance(value, Mapping):
-            raise TypeError(f"{option} must give names a value each, {{name: value}}, got {value!r}")
+            raise TypeError(f"{option} must map names to values, got {value!r}")
         for name, entry in value.items():
             if not isinstance(name, str) or not name or "/" in name:
-                raise ValueError(f"names in {option} must be texts without /, got {name!r}")
-            _check_option(f"{option}: {name}", entry, kind.partition(", ")[2][:-1])
+                raise ValueError(f"names of {option} must be texts without a slash, got {name!r}")
+            _check_option(f"{option}/{name}", entry, kind.partition(", ")[2][:-1])
 
 
 def named_root() -> Path | None:

@@ -107,12 +107,12 @@ def test_saved_and_loaded_again(folder, tmp_path):
         ({"train_folder": None}, TypeError, "train_folder must be a text or a list of texts.* got None"),
         ({"train_folder": []}, TypeError, r"train_folder must be a text or a list of texts.* got \[\]"),
         ({"corrupted": None}, TypeError, "corrupted must be a text or a list of texts.* got None"),
-        ({"ood": ["far"]}, TypeError, r"ood must give names a value each.* got \['far'\]"),
-        ({"ood": {"far": 3}}, TypeError, "ood: far must be a text or a list of texts.* got 3"),
-        ({"ood": {"near/far": ["far"]}}, ValueError, "names in ood must be texts without /, got 'near/far'"),
-        ({"ood": {3: ["far"]}}, ValueError, "names in ood must be texts without /, got 3"),
-        ({"first": 5}, TypeError, "first must give names a value each.* got 5"),
-        ({"first": {"train": 0}}, ValueError, "first: train must be at least 1, got 0"),
+        ({"ood": ["far"]}, TypeError, r"ood must map names to values, got \['far'\]"),
+        ({"ood": {"far": 3}}, TypeError, "ood/far must be a text or a list of texts.* got 3"),
+        ({"ood": {"near/far": ["far"]}}, ValueError, "names of ood must be texts without a slash, got 'near/far'"),
+        ({"ood": {3: ["far"]}}, ValueError, "names of ood must be texts without a slash, got 3"),
+        ({"first": 5}, TypeError, "first must map names to values, got 5"),
+        ({"first": {"train": 0}}, ValueError, "first/train must be at least 1, got 0"),
     ],
 )
 def test_impossible_specs_are_named(folder, change, error, message):
@@ -244,7 +244,7 @@ def member(name, kind=tarfile.REGTYPE, target=""):
         (member("set/train/cat/9.png", tarfile.FIFOTYPE), r"set\.tar/set/train/cat/9\.png is no file"),
         (
             member("set/train/cat/9.png", tarfile.SYMTYPE, "/etc/passwd"),
-            r"set\.tar is no tar archive.*/etc/passwd' not found",
+            r"set\.tar is no .*/etc/passwd' not found",
         ),
         (member("set/train/cat/9.png", tarfile.SYMTYPE, "9.png"), r"set\.tar is no tar archive, or a damaged one"),
     ],
