@@ -9,8 +9,9 @@ import importlib
 import inspect
 import json
 import os
+import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ __all__ = [
     "decode",
     "load",
     "locate",
+    "named_root",
+    "open_image",
     "save",
     "stratify",
     "to_tensor",
@@ -171,7 +174,10 @@ def build(spec: dict[str, Any]) -> Dataset:
 
 
 def _check_option(option: str, value: Any, kind: str) -> None:
-    """Compare an option with the annotation of the builder's parameter: int, str, or others, which builders check."""
+    """Compare an option with the annotation of the builder's parameter: numbers, texts, lists and mappings of them.
+
+    A list may be one text instead. Names in mappings become names of arrays and folders. Other kinds builders check.
+    """
     if kind == "int":
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{option} must be an integer, got {value!r}")
@@ -180,6 +186,31 @@ def _check_option(option: str, value: Any, kind: str) -> None:
             raise ValueError(f"{option} must be at least {least}, got {value}")
     elif kind == "str" and not (isinstance(value, str) and value):
         raise TypeError(f"{option} must be a text that is not empty, got {value!r}")
+    elif kind in ("list[str]", "Sequence[str]"):
+        texts = value if isinstance(value, list | tuple) else [value]
+        if not all(isinstance(text, str) and text for text in texts) or not (texts or kind == "Sequence[str]"):
+            raise TypeError(f"{option} must be a text or a list of texts, none of them empty, got {value!r}")
+    elif kind.startswith(("dict[str, ", "Mapping[str, ")):
+        if not isinstance(value, Mapping):
+            raise TypeError(f"{option} must map names to values, got {value!r}")
+        for name, entry in value.items():
+            if not isinstance(name, str) or not name or "/" in name:
+                raise ValueError(f"names of {option} must be texts without a slash, got {name!r}")
+            _check_option(f"{option}/{name}", entry, kind.partition(", ")[2][:-1])
+
+
+def named_root() -> Path | None:
+    """Return the folder that the environment variable SIGMAENS_DATA names, None if it is not set.
+
+    A relative one is meant from where the process was when it was first asked for; a later `chdir` does not move it.
+    """
+    named = os.environ.get("SIGMAENS_DATA")
+    return _absolute(named) if named else None
+
+
+@functools.cache
+def _absolute(folder: str) -> Path:
+    return Path(folder).absolute()
 
 
 def locate(source: str | list[str]) -> Path:
@@ -193,12 +224,17 @@ def locate(source: str | list[str]) -> Path:
         FileNotFoundError: if there is none, or the variable is not set.
     """
     names = [source] if isinstance(source, str) else list(source)
-    root = os.environ.get("SIGMAENS_DATA")
+    root = named_root()
+    where = f"SIGMAENS_DATA={root} has none" if root else "the environment variable SIGMAENS_DATA is not set"
     for name in names if root else ():
         path = Path(root, name)
-        if path.exists() or any(parent.suffix == ".tar" and parent.is_file() for parent in path.parents):
+        if path.exists():
             return path
-    where = f"SIGMAENS_DATA={root} has none" if root else "the environment variable SIGMAENS_DATA is not set"
+        file = next((parent for parent in path.parents if parent.is_file()), None)
+        if file is not None and file.suffix == ".tar":
+            return path
+        if file is not None:
+            where = f"{file} is a file, and archives are read if they are named .tar, compressed or not"
     raise FileNotFoundError(f"no data at {' or '.join(names)}: {where}; set it to the folder that holds your data sets")
 
 
@@ -293,17 +329,12 @@ def decode(entry: str, size: int, seed: int | None = None) -> np.ndarray:
         seed: Of a training transform; None is evaluation.
 
     Raises:
-        FileNotFoundError, ValueError: if the file is not there, or no image or a damaged one; it is named.
+        FileNotFoundError: if the file is not there; it is named.
+        ValueError: as for `open_image`.
     """
-    from PIL import Image, UnidentifiedImageError
-
     cell, _, file = entry.rpartition("|")
     path = locate(file)
-    try:
-        with Image.open(path) as opened:
-            image = opened.convert("RGB")
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:
-        raise ValueError(f"{path} is no image, or a damaged one: {error}") from None
+    image = open_image(path, path)
     if seed is not None:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would reseed the accelerators too
@@ -315,6 +346,25 @@ def decode(entry: str, size: int, seed: int | None = None) -> np.ndarray:
         name, severity = cell.split("/")
         pixels = corrupt(pixels[np.newaxis], name, int(severity), zlib.crc32(file.encode()))[0]
     return pixels
+
+
+def open_image(file: Any, name: Any) -> Any:
+    """Return the PIL image of a file, by path or open, in colour; warnings, as of damaged EXIF data, are ignored.
+
+    Raises:
+        ValueError: naming it by `name`, if it is no image, a damaged one, or one of more than 8 bits a grey level.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings(action="ignore"), Image.open(file) as opened:
+            mode, image = opened.mode, opened.convert("RGB")
+    except Exception as error:  # half a dozen types, from Pillow's readers of each format
+        reason = "unknown format" if isinstance(error, UnidentifiedImageError) else error  # else it names the stream
+        raise ValueError(f"{name} is no image, or a damaged one: {reason}") from None
+    if mode.startswith(("I", "F")):
+        raise ValueError(f"{name} has more than 8 bits a grey level ({mode}), which would be clipped: convert it to 8")
+    return image
 
 
 @functools.cache
@@ -433,24 +483,41 @@ _BUILDERS = {
 }
 
 
-def stratify(inputs: np.ndarray, labels: np.ndarray, sizes: dict[str, int], seed: int) -> list[Split]:
+def stratify(
+    inputs: np.ndarray, labels: np.ndarray, sizes: dict[str, int], seed: int, names: Sequence[str] = ()
+) -> list[Split]:
     """Split into parts of the given sizes and what is left, which may be nothing.
 
     Every part has the classes in the same proportions, and its rows in the original order.
 
+    Args:
+        inputs: (N, …).
+        labels: (N,), int64.
+        sizes: Of each part but the last.
+        seed: Of the draws.
+        names: Of the classes, for errors; else their labels are named.
+
     Raises:
-        ValueError: if a part, or what is left, has fewer rows than there are classes; the sizes are named.
+        ValueError: if a part, or what is left, has fewer rows than there are classes, which names the sizes; if a
+            class has too few rows to be split, which names the class.
     """
     from sklearn.model_selection import train_test_split
 
     classes, rest = len(np.unique(labels)), len(labels) - sum(sizes.values())
+    asked = " and ".join(f"{name}={size}" for name, size in sizes.items())
     if min(*sizes.values(), rest or classes) < classes:
-        asked = " and ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(f"{asked} leave {rest} of {len(labels)}; each needs at least {classes}, one a class")
     left, parts = np.arange(len(labels)), []
     for size in sizes.values():
         part = left
         if size < len(left):
+            found, counts = np.unique(labels[left], return_counts=True)
+            if counts.min() < 2:
+                rare = found[counts.argmin()]
+                raise ValueError(
+                    f"class {names[rare] if len(names) else rare} has {(labels == rare).sum()} of {len(labels)} rows, "
+                    f"too few for {asked}, where each part needs one"
+                )
             part, left = train_test_split(left, train_size=size, stratify=labels[left], random_state=seed)
         else:
             left = left[:0]

@@ -7,20 +7,22 @@ import functools
 import hashlib
 import io
 import itertools
+import lzma
 import math
 import tarfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from . import corruptions, sources
 from .corruptions import SEVERITIES, STANDARD
-from .data import Dataset, Split, assemble, corrupt_all, locate, stratify
+from .data import Dataset, Split, assemble, corrupt_all, locate, open_image, stratify
 
 __all__ = ["files", "folders", "read", "walk"]
 
@@ -32,7 +34,8 @@ def walk(source: str | list[str]) -> Iterator[tuple[str, str, Image.Image]]:
     """Yield (class, file name, image) of every image in a folder `<class>/<file>`, by class, then by file name.
 
     The order, and so everything made from it, is the same for a folder, for an archive of it and, if it is a public
-    set, for the official files. Images are in colour, of whatever size they have.
+    set, for the official files. Images are in colour, of whatever size they have. Names that begin with a dot
+    are hidden. Links are followed, in an archive those to its files; one with links for folders is refused.
 
     Args:
         source: A folder below SIGMAENS_DATA, or one inside an archive there, as `data.locate` takes it; or
@@ -42,7 +45,8 @@ def walk(source: str | list[str]) -> Iterator[tuple[str, str, Image.Image]]:
 
     Raises:
         FileNotFoundError: if the source is not there, nor to be downloaded.
-        ValueError: if it holds no image, one that cannot be read, or not the classes of its set; the file is named.
+        ValueError: if it holds no image, one that cannot be read, or not the classes of its set, or is a damaged
+            archive; the file is named.
     """
     for name in [source] if isinstance(source, str) else source:
         if name.startswith("set:"):
@@ -127,7 +131,7 @@ def folders(
         first: For train, test or the name in `ood`: only so many images of each class are there to choose from, the
             first in the order of `walk`. A part of a set is then the same whether all of it is there or not.
         corrupted: Folders of CIFAR-10-C or CIFAR-100-C, `<corruption>.npy` and `labels.npy`. If none is there, the
-            test images are corrupted here. Their rows are known for a test folder that is a public set by name.
+            test images are corrupted here. Their rows are known for a test folder that is `set:NAME/test`.
 
     Raises:
         FileNotFoundError: if a source is not there.
@@ -136,21 +140,21 @@ def folders(
     if channels not in (1, 3):
         raise ValueError(f"channels must be 1 or 3, got {channels}")
     unknown = first.keys() - {"train", "test", *ood}
-    if unknown or not all(isinstance(count, int) and count > 0 for count in first.values()):
+    if unknown:
         raise ValueError(f"first must give train, test or a set of `ood` a number > 0, got {dict(first)}")
     used = {"train": train_folder, "test": test_folder, **{f"ood/{name}": value for name, value in ood.items()}}
-    named = {part: _set_of(where) for part, where in used.items()}
+    named = {part: _set_of(where)[0] for part, where in used.items()}
     undescribed = [part for part, entry in named.items() if entry is None]
     if undescribed and not (source and licence):
         raise ValueError(f"source and licence must be given, since {undescribed} are no public sets by name")
 
     images, labels, classes, _ = _read(train_folder, size, channels, first.get("train"))
     cards = {"train": _describe(named["train"], images, labels)}
-    fit, select, _ = stratify(images, labels, {"train": train, "validation": validation}, split_seed)
+    fit, select, _ = stratify(images, labels, {"train": train, "validation": validation}, split_seed, classes)
     images, labels, others, keys = _read(test_folder, size, channels, first.get("test"))
     _compare_classes(train_folder, classes, test_folder, others)
     cards["test"] = _describe(named["test"], images, labels)
-    rows = stratify(np.arange(len(images)), labels, {"test": test}, split_seed)[0].inputs
+    rows = stratify(np.arange(len(images)), labels, {"test": test}, split_seed, classes)[0].inputs
     held = Split(images[rows], labels[rows])
 
     outside = {}
@@ -162,13 +166,17 @@ def folders(
         drawn = np.random.default_rng(split_seed).choice(len(found), ood_images, replace=False)
         outside[name] = found[np.sort(drawn)]
 
-    real = _locate_first(corrupted)
+    real = _real(corrupted)
     if real is not None:
-        if named["test"] is None:
+        entry, part = _set_of(test_folder)
+        if entry is None or part != "test":
             raise ValueError(
-                f"{real} cannot be used: the order of its images is that of a public set, name {test_folder} so"
+                f"{real} cannot be used with {test_folder}: its images are those of set:NAME/test, in that order"
             )
-        order = sources.official_rows(named["test"], "test")
+        order = sources.official_rows(entry, part)
+        strange = next(("/".join(keys[row]) for row in rows if keys[row] not in order), None)
+        if strange is not None:
+            raise ValueError(f"{real} cannot be used with {test_folder}: {entry.name}/{part} has no image {strange}")
         shifted = _official_corruptions(real, [order[keys[row]] for row in rows], held)
         made = f"{real.name}: the files of Hendrycks and Dietterich 2019, arXiv 1903.12261; CC BY 4.0"
     else:
@@ -232,20 +240,20 @@ def files(
         return np.array(names), np.array(labels, np.int64), classes
 
     names, labels, classes = listed(train_folder)
-    fit, select, _ = stratify(names, labels, {"train": train, "validation": validation}, split_seed)
+    fit, select, _ = stratify(names, labels, {"train": train, "validation": validation}, split_seed, classes)
     names, labels, others = listed(test_folder)
     _compare_classes(train_folder, classes, test_folder, others)
-    held, _ = stratify(names, labels, {"test": test}, split_seed)
+    held, _ = stratify(names, labels, {"test": test}, split_seed, classes)
     outside = {name: listed(folder)[0] for name, folder in ood.items()}
 
-    real = _locate_first(corrupted)
+    real = _real(corrupted)
     shifted = {}
     for cell in itertools.product(STANDARD, SEVERITIES):
         if real is None:
             shifted[cell] = np.array([f"{cell[0]}/{cell[1]}|{name}" for name in held.inputs])
         else:
-            here = real.joinpath(*map(str, cell)).relative_to(sources.root())
-            shifted[cell] = np.array([f"{here.as_posix()}/{'/'.join(name.split('/')[-2:])}" for name in held.inputs])
+            here = _below_root(real.joinpath(*map(str, cell)))
+            shifted[cell] = np.array([f"{here}/{'/'.join(name.split('/')[-2:])}" for name in held.inputs])
             missing = next((name for name in shifted[cell] if not Path(sources.root(), name).is_file()), None)
             if missing is not None:
                 raise FileNotFoundError(f"no {missing} below {sources.root()}: {real} lacks a test image")
@@ -277,18 +285,24 @@ def _list(source: str | list[str]) -> tuple[list[str], list[int], list[str]]:
     from torchvision.datasets.folder import find_classes, make_dataset
 
     path = locate(source)
-    if not path.is_relative_to(sources.root()):
-        raise ValueError(
-            f"{path} must lie below SIGMAENS_DATA={sources.root()}, which the names of files are relative to"
-        )
+    _below_root(path)
     if not path.is_dir():
         raise ValueError(f"{path} is no folder; images that are streamed are not read from archives, unpack it")
     try:
-        classes, numbers = find_classes(path)
-        found = make_dataset(path, numbers, extensions=tuple(_SUFFIXES))
-    except FileNotFoundError as error:  # a folder without classes, or a class without images
+        classes = [name for name in find_classes(path)[0] if not name.startswith(".")]
+        numbers = {name: number for number, name in enumerate(classes)}
+        found = make_dataset(path, numbers, is_valid_file=lambda file: _is_image(Path(file).relative_to(path)))
+    except (FileNotFoundError, ValueError) as error:  # a folder without classes, or a class without images
         raise ValueError(f"{path} is no folder of images <class>/<file>: {error}") from None
-    return [Path(name).relative_to(sources.root()).as_posix() for name, _ in found], [n for _, n in found], classes
+    return [_below_root(Path(name)) for name, _ in found], [n for _, n in found], classes
+
+
+def _below_root(path: Path) -> str:
+    """Return the name of a file or folder relative to SIGMAENS_DATA, which the names of streamed files are."""
+    try:
+        return path.relative_to(sources.root()).as_posix()
+    except ValueError:
+        raise ValueError(f"{path} must lie below SIGMAENS_DATA={sources.root()}, which names are relative to") from None
 
 
 def _compare_classes(first: Any, classes: list[str], second: Any, others: list[str]) -> None:
@@ -297,10 +311,10 @@ def _compare_classes(first: Any, classes: list[str], second: Any, others: list[s
         raise ValueError(f"{second} has not the classes of {first}: it lacks {lacks} and has {besides} besides")
 
 
-def _set_of(source: str | list[str]) -> sources.Known | None:
-    """Return the public set that is among the places of a source."""
+def _set_of(source: str | list[str]) -> tuple[sources.Known | None, str]:
+    """Return the public set and its part that are among the places of a source, (None, "") if there is none."""
     names = [source] if isinstance(source, str) else source
-    return next((sources.known(name)[0] for name in names if name.startswith("set:")), None)
+    return next((sources.known(name) for name in names if name.startswith("set:")), (None, ""))
 
 
 def _describe(entry: sources.Known | None, images: np.ndarray, labels: np.ndarray) -> dict[str, Any] | None:
@@ -318,10 +332,19 @@ def _describe(entry: sources.Known | None, images: np.ndarray, labels: np.ndarra
     }
 
 
-def _locate_first(places: Sequence[str]) -> Path | None:
+def _locate_first(places: list[str]) -> Path | None:
     with contextlib.suppress(FileNotFoundError):
-        return locate(list(places)) if places else None
+        return locate(places)
     return None
+
+
+def _real(corrupted: str | Sequence[str]) -> Path | None:
+    """Return the folder of corrupted files that is there, None if there is none; one that is packed is refused."""
+    places = [corrupted] if isinstance(corrupted, str) else list(corrupted)
+    found = _locate_first(places) or _locate_first([f"{place}.tar" for place in places])
+    if found is not None and not found.is_dir():
+        raise ValueError(f"{found} is no folder; corrupted images are not read from archives, unpack it")
+    return found
 
 
 def _official_corruptions(folder: Path, rows: list[int], held: Split) -> dict[tuple[str, int], np.ndarray]:
@@ -331,13 +354,14 @@ def _official_corruptions(folder: Path, rows: list[int], held: Split) -> dict[tu
     """
     labels = _array(folder / "labels.npy", (None,))
     total = len(labels) // len(SEVERITIES)
-    if max(rows) >= total or not np.array_equal(labels[rows], held.labels):
+    every = {severity: (severity - 1) * total + np.array(rows) for severity in SEVERITIES}
+    if max(rows) >= total or any((labels[at] != held.labels).any() for at in every.values()):
         raise ValueError(f"{folder / 'labels.npy'} has other labels than the test images: it is of another set")
     shifted = {}
     for name in STANDARD:
         images = _array(folder / f"{name}.npy", (len(labels), *held.inputs.shape[1:]))
-        for severity in SEVERITIES:
-            shifted[name, severity] = images[(severity - 1) * total + np.array(rows)]
+        for severity, at in every.items():
+            shifted[name, severity] = images[at]
     return shifted
 
 
@@ -346,7 +370,7 @@ def _array(path: Path, shape: tuple[int | None, ...]) -> np.ndarray:
     if not path.is_file():
         raise FileNotFoundError(f"no {path}")
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, EOFError, OSError) as error:
         raise ValueError(f"{path} is no array, or a truncated one: {error}") from None
     fits = array.ndim == len(shape) and all(want in (None, got) for want, got in zip(shape, array.shape, strict=True))
@@ -378,8 +402,8 @@ def _walk_set(entry: sources.Known, part: str) -> Iterator[tuple[str, str, Image
 def _walk_folder(path: Path) -> Iterator[tuple[str, str, Image.Image]]:
     archive = next((parent for parent in (path, *path.parents) if parent.suffix == ".tar" and parent.is_file()), None)
     if archive is None:
-        files = {(file.parent.name, file.name): file for file in path.glob("*/*") if file.suffix.lower() in _SUFFIXES}
-        opened = ((*key, _open(file.read_bytes(), file)) for key, file in sorted(files.items()))
+        files = {(file.parent.name, file.name): file for file in path.glob("*/*") if _is_image(file.relative_to(path))}
+        opened = ((*key, open_image(file, file)) for key, file in sorted(files.items()))
     else:
         opened = _walk_archive(archive, path.relative_to(archive).as_posix())
     found = False
@@ -393,19 +417,35 @@ def _walk_folder(path: Path) -> Iterator[tuple[str, str, Image.Image]]:
 def _walk_archive(archive: Path, inside: str) -> Iterator[tuple[str, str, Image.Image]]:
     try:
         with tarfile.open(archive) as tar:
-            members = {}
-            for member in tar.getmembers():
-                path = PurePosixPath(member.name)
-                if member.isfile() and path.suffix.lower() in _SUFFIXES and str(path.parent.parent) == inside:
-                    members[path.parent.name, path.name] = member
+            members = _members(tar, PurePosixPath(inside))
             for key, member in sorted(members.items(), key=lambda item: item[0]):
-                yield (*key, _open(tar.extractfile(member).read(), f"{archive}/{member.name}"))
-    except tarfile.TarError as error:
+                stream = tar.extractfile(member)
+                if stream is None:
+                    raise ValueError(f"{archive}/{member.name} is no file")
+                yield (*key, open_image(io.BytesIO(stream.read()), f"{archive}/{member.name}"))
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError, KeyError, RecursionError) as error:
         raise ValueError(f"{archive} is no tar archive, or a damaged one: {error}") from None
 
 
-def _open(content: bytes, name: Any) -> Image.Image:
-    try:
-        return Image.open(io.BytesIO(content)).convert("RGB")
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:
-        raise ValueError(f"{name} is no image, or a damaged one: {error}") from None
+def _members(tar: tarfile.TarFile, inside: PurePosixPath) -> dict[tuple[str, str], tarfile.TarInfo]:
+    """Return the members `<class>/<file>` of a folder in an archive that is whole."""
+    members = {}
+    for member in tar.getmembers():
+        path = PurePosixPath(member.name)
+        if ".." in path.parts:
+            raise ValueError(f"{tar.name}/{member.name} has .. in its name")
+        if member.issym() and (path.parent == inside or inside.is_relative_to(path)):
+            raise ValueError(f"{tar.name}/{member.name} is a link, not a folder: pack with `tar --dereference`")
+        if path.parent.parent == inside and _is_image(path.relative_to(inside)):
+            members[path.parent.name, path.name] = member
+    # Where a header is damaged or missing, tarfile stops without a word: only zeros, and some, may follow.
+    tar.fileobj.seek(tar.offset)
+    block, rest = tar.fileobj.read(tarfile.BLOCKSIZE), iter(functools.partial(tar.fileobj.read, 1 << 20), b"")
+    if block != bytes(tarfile.BLOCKSIZE) or any(chunk.strip(b"\0") for chunk in rest):
+        raise tarfile.TarError("it breaks off, or one of its headers is damaged")
+    return members
+
+
+def _is_image(path: PurePath) -> bool:
+    """Whether a path `<class>/<file>` is that of an image, and not hidden."""
+    return path.suffix.lower() in _SUFFIXES and not any(part.startswith(".") for part in path.parts)

@@ -27,6 +27,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from .data import named_root
+
 __all__ = ["CATALOGUE", "Known", "known", "lies_here", "official_rows", "root", "walk"]
 
 _SYSTEM = {"fashion_mnist": Path("/usr/share/datasets/fashion-mnist")}  # Debian's package dataset-fashion-mnist
@@ -149,9 +151,8 @@ def known(source: str) -> tuple[Known, str]:
 
 def root() -> Path:
     """Return the folder of data sets: what SIGMAENS_DATA names, else `sigmaens` in the user's cache."""
-    named = os.environ.get("SIGMAENS_DATA")
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(named) if named else Path(cache, "sigmaens")
+    return named_root() or Path(cache, "sigmaens")
 
 
 def lies_here(entry: Known, part: str) -> bool:

@@ -324,6 +324,15 @@ def test_negative_crop_is_refused(batch):
         data.augment(batch, -1, False, generator(), FILL)
 
 
+def test_a_class_that_cannot_be_split_is_named():
+    labels = np.array([0, 1] * 10 + [2])
+    with pytest.raises(ValueError, match="class 2 has 1 of 21 rows, too few for first=6, where each part needs one"):
+        data.stratify(labels, labels, {"first": 6}, 0)
+    labels = np.array([0, 1] * 10 + [2] * 2)
+    with pytest.raises(ValueError, match="class owl has 2 of 22 rows, too few for first=11 and second=5, "):
+        data.stratify(labels, labels, {"first": 11, "second": 5}, 0, ["ape", "bee", "owl"])
+
+
 @pytest.mark.parametrize("kind", [np.array, torch.tensor])
 def test_check_labels_names_the_first_bad_one(kind):
     data.check_labels(kind([0, 2, 1]), 3)

@@ -1,7 +1,10 @@
 """Folders of images: one order whatever holds them, clear errors, and data sets made of them."""
 
 import io
+import os
+import struct
 import tarfile
+import warnings
 import zlib
 
 import numpy as np
@@ -101,11 +104,178 @@ def test_saved_and_loaded_again(folder, tmp_path):
         ({"train": 2.5}, TypeError, "train must be an integer"),
         ({"source": ""}, TypeError, "source must be a text"),
         ({"channels": 2}, ValueError, "channels must be 1 or 3, got 2"),
+        ({"train_folder": None}, TypeError, "train_folder must be a text or a list of texts.* got None"),
+        ({"train_folder": []}, TypeError, r"train_folder must be a text or a list of texts.* got \[\]"),
+        ({"corrupted": None}, TypeError, "corrupted must be a text or a list of texts.* got None"),
+        ({"ood": ["far"]}, TypeError, r"ood must map names to values, got \['far'\]"),
+        ({"ood": {"far": 3}}, TypeError, "ood/far must be a text or a list of texts.* got 3"),
+        ({"ood": {"near/far": ["far"]}}, ValueError, "names of ood must be texts without a slash, got 'near/far'"),
+        ({"ood": {3: ["far"]}}, ValueError, "names of ood must be texts without a slash, got 3"),
+        ({"first": 5}, TypeError, "first must map names to values, got 5"),
+        ({"first": {"train": 0}}, ValueError, "first/train must be at least 1, got 0"),
     ],
 )
 def test_impossible_specs_are_named(folder, change, error, message):
     with pytest.raises(error, match=message):
         data.build({**SPEC, **change})
+
+
+def test_a_class_of_too_few_images_is_named(folder):
+    for file in list((folder / "set/train/cat").iterdir())[1:]:
+        file.unlink()
+    with pytest.raises(ValueError, match="class cat has 1 of 9 rows, too few for train=4 and validation=2"):
+        data.build({**SPEC, "train": 4, "validation": 2})
+
+
+def test_images_are_resized_bilinearly_and_drawn_ones_keep_their_order(folder):
+    every, _, _ = images.read("far", 32)
+    with Image.open(folder / "far/0/3.png") as image:
+        truth = image.convert("RGB").resize((32, 32), Image.Resampling.BILINEAR)
+    np.testing.assert_array_equal(every[3], np.asarray(truth))
+    for seed in range(4):
+        drawn = data.build({**SPEC, "split_seed": seed}).ood["far"]
+        rows = [next(i for i, image in enumerate(every) if np.array_equal(image, one)) for one in drawn]
+        assert rows == sorted(set(rows))
+
+
+def test_suffixes_may_be_in_capitals(folder):
+    before = images.read("set/train")
+    for i, file in enumerate(sorted((folder / "set/train").rglob("*.png"))):
+        file.rename(file.with_suffix((".PNG", ".Png")[i % 2]))
+    np.testing.assert_array_equal(images.read("set/train")[0], before[0])
+
+
+def hide(folder):
+    """Put hidden files and folders into a folder `<class>/<file>` with the class `classes[0]`."""
+    one = next(path for path in sorted(folder.iterdir()) if path.is_dir())
+    (one / "._0.png").write_bytes(b"no image")
+    for name in (".ipynb_checkpoints", ".empty"):
+        (folder / name).mkdir()
+    (one / ".ipynb_checkpoints").mkdir()
+    for place in (folder / ".ipynb_checkpoints", one / ".ipynb_checkpoints", one):
+        Image.new("RGB", (32, 32)).save(place / ".0.png" if place == one else place / "0-checkpoint.png")
+
+
+def test_hidden_files_and_folders_are_no_images(folder):
+    before = data.build(SPEC).card
+    for part in ("set/train", "set/test", "far"):
+        hide(folder / part)
+    assert data.build(SPEC).card == before
+    with tarfile.open(folder / "set.tar", "w") as tar:
+        tar.add(folder / "set", "set")
+    packed = data.build({**SPEC, "train_folder": ["set.tar/set/train"], "test_folder": "set.tar/set/test"})
+    assert packed.card["sha256"] == before["sha256"]
+
+
+def test_a_relative_root_stays_where_it_was(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    monkeypatch.setenv("SIGMAENS_DATA", folder.name)
+    before = images.read("set/train")
+    monkeypatch.chdir("/")
+    np.testing.assert_array_equal(images.read("set/train")[0], before[0])
+
+
+@pytest.fixture
+def packed(folder):
+    """Pack a folder with its bytes, and return the archive's path and its members of class `cat`."""
+    with tarfile.open(folder / "set.tar", "w") as tar:
+        tar.add(folder / "set", "set")
+    with tarfile.open(folder / "set.tar") as tar:
+        members = [member for member in tar.getmembers() if "train/cat/" in member.name]
+    return folder / "set.tar", members
+
+
+@pytest.mark.parametrize("how", ["in a header", "at a header", "in an image", "bit", "zeros", "end"])
+def test_an_archive_that_is_not_whole_is_named(packed, how):
+    archive, members = packed
+    content, at = bytearray(archive.read_bytes()), members[2].offset
+    cuts = {"in a header": at + 200, "at a header": at, "in an image": members[2].offset_data + 100}
+    if how == "bit":
+        content[at + 10] ^= 1
+    elif how == "zeros":
+        content[at : at + 512] = bytes(512)
+    elif how == "end":
+        content[-1] = 1
+    archive.write_bytes(content[: cuts.get(how)])
+    with pytest.raises(ValueError, match=r"set\.tar is no tar archive, or a damaged one: ."):
+        images.read("set.tar/set/train")
+
+
+@pytest.mark.parametrize("kind", ["gz", "bz2", "xz"])
+def test_a_compressed_archive_is_read_and_named_if_it_is_damaged(folder, kind):
+    before = images.read("set/train")
+    with tarfile.open(folder / "set.tar", f"w:{kind}") as tar:
+        tar.add(folder / "set", "set")
+    np.testing.assert_array_equal(images.read("set.tar/set/train")[0], before[0])
+    whole = (folder / "set.tar").read_bytes()
+    middle = len(whole) // 2
+    for content in (whole[:middle], whole[:-3], whole[:middle] + bytes(200) + whole[middle + 200 :]):
+        (folder / "set.tar").write_bytes(content)
+        with pytest.raises(ValueError, match=r"set\.tar is no tar archive, or a damaged one"):
+            images.read("set.tar/set/train")
+
+
+def test_links_are_followed_in_folders_and_in_archives(folder):
+    cat = folder / "set/train/cat"
+    os.link(cat / "0.png", cat / "8.png")
+    (cat / "9.png").symlink_to("../ape/1.png")
+    pixels, _, _ = images.read("set/train")
+    np.testing.assert_array_equal(pixels[[16, 17]], pixels[[8, 1]])
+    with tarfile.open(folder / "set.tar", "w") as tar:
+        tar.add(folder / "set", "set")
+        kinds = {member.type for member in tar.getmembers()}
+    assert {tarfile.LNKTYPE, tarfile.SYMTYPE} <= kinds
+    np.testing.assert_array_equal(images.read("set.tar/set/train")[0], pixels)
+
+
+def member(name, kind=tarfile.REGTYPE, target=""):
+    entry = tarfile.TarInfo(name)
+    entry.type, entry.linkname = kind, target
+    return entry
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (member("set/train/dog", tarfile.SYMTYPE, "cat"), r"set\.tar/set/train/dog is a link, not a folder"),
+        (member("set", tarfile.SYMTYPE, "other"), r"set\.tar/set is a link, not a folder"),
+        (member("set/train/cat/../../x.png"), r"set\.tar/set/train/cat/\.\./\.\./x\.png has \.\. in its name"),
+        (member("set/train/cat/9.png", tarfile.DIRTYPE), r"set\.tar/set/train/cat/9\.png is no file"),
+        (member("set/train/cat/9.png", tarfile.FIFOTYPE), r"set\.tar/set/train/cat/9\.png is no file"),
+        (
+            member("set/train/cat/9.png", tarfile.SYMTYPE, "/etc/passwd"),
+            r"set\.tar is no .*/etc/passwd' not found",
+        ),
+        (member("set/train/cat/9.png", tarfile.SYMTYPE, "9.png"), r"set\.tar is no tar archive, or a damaged one"),
+    ],
+)
+def test_members_that_cannot_be_read_are_named(packed, entry, message):
+    with tarfile.open(packed[0], "a") as tar:
+        tar.addfile(entry)
+    with pytest.raises(ValueError, match=message):
+        images.read("set.tar/set/train")
+
+
+def test_which_archives_are_read_is_said(packed):
+    packed[0].rename(packed[0].with_suffix(".tar.gz"))
+    with pytest.raises(
+        FileNotFoundError, match=r"set\.tar\.gz is a file, and archives are read if they are named \.tar"
+    ):
+        images.read("set.tar.gz/set/train")
+    assert len(images.read(["set.tar.gz/set/train", "set/train"])[0]) == 16
+
+
+def test_a_folder_with_the_name_of_an_image_is_named(folder):
+    (folder / "set/train/ape/9.png").mkdir()
+    with pytest.raises(ValueError, match=r"ape/9\.png is no image, or a damaged one: .*Is a directory"):
+        images.read("set/train")
+
+
+def test_images_of_more_than_eight_bits_are_refused(folder):
+    levels = (np.arange(32 * 32, dtype=np.uint16) * 60).reshape(32, 32)
+    Image.fromarray(levels).save(folder / "set/train/ape/3.png")
+    with pytest.raises(ValueError, match=r"ape/3\.png has more than 8 bits a grey level \(I;16\)"):
+        images.read("set/train")
 
 
 def test_folders_that_nobody_knows_must_be_described(folder):
@@ -162,6 +332,54 @@ def test_another_size_is_refused_unless_one_is_asked_for(folder):
     with pytest.raises(ValueError, match=r"cat/9\.png .* has \(40, 40\) pixels, not \(32, 32\)"):
         images.read("set/train")
     assert images.read("set/train", size=32)[0].shape == (17, 32, 32, 3)
+
+
+def damaged(kind):
+    """Return contents of image files that are none: with huge sizes, wrong headers, cut."""
+    stream = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 48, 3), dtype=np.uint8)).save(stream, kind)
+    whole, rng = stream.getvalue(), np.random.default_rng(0)
+    yield whole[: len(whole) // 2]
+    if kind == "BMP":
+        yield whole[:18] + struct.pack("<ii", 1 << 20, 1 << 20) + whole[26:]
+    for _ in range(60):
+        content = bytearray(whole)
+        content[rng.integers(min(len(whole), 60))] = rng.integers(256)
+        yield bytes(content)
+
+
+@pytest.mark.parametrize("kind", ["BMP", "GIF", "PNG", "PPM", "WEBP"])
+def test_whatever_is_wrong_with_an_image_its_file_is_named(kind):
+    errors = []
+    for content in damaged(kind):
+        try:
+            data.open_image(io.BytesIO(content), "NAME")
+        except ValueError as error:
+            errors.append(str(error))
+    assert errors
+    assert all(error.startswith("NAME is no image, or a damaged one: ") for error in errors)
+    assert not any("BytesIO" in error for error in errors)
+
+
+def test_what_pillow_warns_of_is_not_shown(large):
+    palette = Image.fromarray(np.random.default_rng(0).integers(0, 10, (60, 60), dtype=np.uint8))
+    palette.putpalette(list(range(30)))
+    palette.save(large / "large/train/n01/clear.png", transparency=bytes(range(10)))
+    exif = b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<HHHI", 5, 0x0112, 3, 1)  # five entries, cut in the first
+    stream = io.BytesIO()
+    Image.new("RGB", (60, 60)).save(stream, "JPEG")
+    content = stream.getvalue()  # without its first segment, which gives the resolution that EXIF data else gives
+    start = 4 + int.from_bytes(content[4:6], "big")
+    segment = b"\xff\xe1" + struct.pack(">H", len(exif) + 2) + exif
+    (large / "large/train/n01/exif.jpg").write_bytes(content[:2] + segment + content[start:])
+    for name, warning in (("clear.png", "Transparency"), ("exif.jpg", "EXIF")):
+        with pytest.warns(UserWarning, match=warning), Image.open(large / "large/train/n01" / name) as image:
+            image.convert("RGB")
+        assert data.decode(f"large/train/n01/{name}", 56).shape == (56, 56, 3)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        images.read("large/train", 56)
+    assert not shown
 
 
 FILES = {
@@ -314,6 +532,29 @@ def test_real_corrupted_files_are_taken_as_they_are(imagenet_c):
         assert inputs[0] == f"ImageNet-C/{name}/{severity}/n01/0.png"
         truth = np.random.default_rng(severity).integers(0, 256, (56, 56, 3), dtype=np.uint8)
         assert (dataset.pixels(inputs) == truth).all()
+
+
+def test_real_corrupted_files_must_lie_below_the_root_and_be_unpacked(imagenet_c):
+    elsewhere = imagenet_c.rename(imagenet_c.parent.parent / f"{imagenet_c.parent.name}-C")
+    with pytest.raises(ValueError, match="-C/brightness/1 must lie below SIGMAENS_DATA="):
+        data.build({**FILES, "corrupted": str(elsewhere)})
+    (imagenet_c.parent / "ImageNet-C.tar").write_bytes(bytes(10240))
+    with pytest.raises(ValueError, match=r"ImageNet-C\.tar is no folder; .*unpack it"):
+        data.build({**FILES, "corrupted": ["ImageNet-C"]})
+
+
+def test_hidden_files_are_not_streamed(large):
+    before = data.build(FILES).card
+    for part in ("train", "val", "far"):
+        hide(large / "large" / part)
+    assert data.build(FILES).card == before
+
+
+def test_a_class_of_too_few_files_is_named(large):
+    for file in list((large / "large/train/n02").iterdir())[1:]:
+        file.unlink()
+    with pytest.raises(ValueError, match="class n02 has 1 of 7 rows, too few for train=3 and validation=2"):
+        data.build({**FILES, "train": 3, "validation": 2})
 
 
 def test_a_missing_corrupted_file_is_named(imagenet_c):

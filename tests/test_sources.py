@@ -1,7 +1,9 @@
 """Public sets by name: one order wherever they lie, nothing unpickled, downloads whole or not at all, clear errors."""
 
+import errno
 import gzip
 import hashlib
+import http.client
 import http.server
 import io
 import os
@@ -347,6 +349,7 @@ def test_real_corrupted_images_are_those_of_the_test_images(archive, home, place
     pixels, labels, _ = drawn("test")
     corrupted_files(home / "CIFAR-10-C", labels)
     dataset = data.build({**SPEC, "corrupted": ["CIFAR-10-C"]})
+    assert data.build({**SPEC, "corrupted": "CIFAR-10-C"}).card["sha256"] == dataset.card["sha256"]
     for (name, severity), found in dataset.corrupted.items():
         np.testing.assert_array_equal(pixels[found[:, 0, 0, 0]], dataset.test.inputs)
         assert (found[..., 1] == severity).all()
@@ -361,6 +364,16 @@ def test_without_real_corrupted_images_the_card_says_so(archive, home):
     assert dataset.corrupted["brightness", 5].mean() > dataset.test.inputs.mean()
 
 
+def save_zipped(path):
+    with path.open("wb") as stream:
+        np.savez(stream, np.zeros((200, 32, 32, 3), np.uint8))
+
+
+def pack_away(folder):
+    pack(folder, folder.with_suffix(".tar"), folder.name)
+    folder.rename(folder.with_name("elsewhere"))
+
+
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
@@ -373,6 +386,13 @@ def test_without_real_corrupted_images_the_card_says_so(archive, home):
             r"brightness\.npy has uint8 \(200, 32, 32\), not uint8 \(200, 32, 32, 3\)",
         ),
         (lambda c: np.save(c / "labels.npy", np.zeros(200, int)), ValueError, r"labels\.npy has other labels"),
+        (
+            lambda c: np.save(c / "labels.npy", np.r_[np.load(c / "labels.npy")[:160], np.zeros(40, int)]),
+            ValueError,
+            r"labels\.npy has other labels",
+        ),
+        (lambda c: save_zipped(c / "brightness.npy"), ValueError, r"brightness\.npy is no array"),
+        (pack_away, ValueError, r"CIFAR-10-C\.tar is no folder; .*unpack it"),
         (
             lambda c: np.save(c / "labels.npy", np.array([{}]), allow_pickle=True),
             ValueError,
@@ -396,8 +416,29 @@ def test_corrupted_images_without_a_known_order_are_refused(archive, home):
         data.build({**spec, "corrupted": ["CIFAR-10-C"]})
 
 
+def test_corrupted_images_belong_to_the_test_part(archive, home):
+    PLACES["archive"](archive, home)
+    corrupted_files(home / "CIFAR-10-C", drawn("test")[1])
+    with pytest.raises(ValueError, match=r"CIFAR-10-C cannot be used with set:cifar10/train: .* set:NAME/test"):
+        data.build({**SPEC, "test_folder": "set:cifar10/train", "corrupted": ["CIFAR-10-C"]})
+
+
+def test_an_image_that_the_official_files_lack_is_named(archive, home):
+    write_folder(home / "cifar10")
+    for file in (home / "cifar10/test/frog").iterdir():
+        file.rename(file.with_name(f"new_{file.name}"))
+    corrupted_files(home / "CIFAR-10-C", drawn("test")[1])
+    with pytest.raises(ValueError, match=r"CIFAR-10-C cannot be used .*: cifar10/test has no image frog/new_\w+\.png"):
+        data.build({**SPEC, "corrupted": ["CIFAR-10-C"]})
+
+
 def fill_archive(home, archive, monkeypatch):
     (home / "cifar.tar.gz").write_bytes(archive.read_bytes()[:-100])
+
+
+def damaged_in_a_folder(home, archive, monkeypatch):
+    (home / "cifar10").mkdir()
+    (home / "cifar10/cifar.tar.gz").write_bytes(archive.read_bytes()[:-100])
 
 
 def no_archive(home, archive, monkeypatch):
@@ -442,6 +483,7 @@ def fewer_images(home, archive, monkeypatch):
     ("spoil", "message"),
     [
         (fill_archive, r"cifar\.tar\.gz has another checksum than the official file, \w+: delete it"),
+        (damaged_in_a_folder, r"cifar10/cifar\.tar\.gz has another checksum than the official file"),
         (no_archive, r"cifar\.tar\.gz is no archive of cifar10"),
         (other_archive, r"cifar\.tar\.gz is no archive of cifar10, or a damaged one: .*batches/test_batch"),
         (damaged_batch, r"test_batch has another checksum"),
@@ -478,6 +520,24 @@ def test_damaged_idx_files_are_named(fashion, home, tmp_path, monkeypatch, conte
     monkeypatch.setattr(sources, "_SYSTEM", {"fashion_mnist": tmp_path / "usr"})
     with pytest.raises(ValueError, match=rf"t10k-images-idx3-ubyte\.gz.* {message}"):
         images.read("set:fashion_mnist/test")
+
+
+def test_an_idx_file_of_another_checksum_is_named(fashion, home):
+    (home / "FashionMNIST/raw").mkdir(parents=True)
+    for name, content in fashion[0].items():
+        other = gzip.compress(gzip.decompress(content), 1, mtime=1)
+        (home / "FashionMNIST/raw" / name).write_bytes(other if "images" in name else content)
+    with pytest.raises(ValueError, match=r"FashionMNIST/raw/t10k-images-idx3-ubyte\.gz has another checksum"):
+        images.read("set:fashion_mnist/test")
+
+
+def test_one_of_two_files_is_not_the_set(fashion, home):
+    entry = sources.CATALOGUE["fashion_mnist"]
+    (home / "FashionMNIST/raw").mkdir(parents=True)
+    for count, (name, content) in enumerate(fashion[0].items()):
+        assert not sources.lies_here(entry, "test"), count
+        (home / "FashionMNIST/raw" / name).write_bytes(content)
+    assert sources.lies_here(entry, "test")
 
 
 def test_labels_outside_the_classes_are_named(fashion, home, tmp_path, monkeypatch):
@@ -563,6 +623,28 @@ def test_what_can_be_done_without_a_network_is_said(fashion, home):
 def test_a_full_disk_is_named_and_nothing_stays(archive, home, full_disk):
     too_large = r"cannot write the download of cifar10: File too large: '.*cifar\.tar\.gz'"
     with pytest.raises(OSError, match=too_large), full_disk():
+        images.read("set:cifar10/test")
+    assert leftovers(home) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_is_full_is_not_taken_for_a_missing_network(archive, home, monkeypatch, number):
+    def full(url, folder, *_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(torchvision.datasets.utils, "download_url", full)
+    with pytest.raises(OSError, match=rf"cannot write the download of cifar10: {os.strerror(number)}") as caught:
+        images.read("set:cifar10/test")
+    assert caught.value.errno == number
+    assert leftovers(home) == []
+
+
+def test_an_answer_that_is_no_http_is_told(archive, home, monkeypatch):
+    def broken(*_):
+        raise http.client.IncompleteRead(b"", 10)
+
+    monkeypatch.setattr(torchvision.datasets.utils, "download_url", broken)
+    with pytest.raises(FileNotFoundError, match=r"no cifar10 in .*tried: http.*IncompleteRead"):
         images.read("set:cifar10/test")
     assert leftovers(home) == []
 
