@@ -370,7 +370,7 @@ def _turns(
         apart: Share no graph between members, so that each may be propagated back before the next one runs.
     """
     once: dict[nn.Module, Tensor] = {}
-    layers = frozenset(layers)
+    layers = tuple(layers)
     for m in range(members):
         given = tree_map(_copied, (args, kwargs)) if guarded else (args, kwargs)
         if apart and torch.is_grad_enabled():
@@ -378,7 +378,8 @@ def _turns(
         _TURN.member, _TURN.once, _TURN.guarded, _TURN.layers = m, once, guarded, layers
         try:
             logits = folded(backbone, 1, *given, layers)
-            if missed := [name for name, module in backbone.named_modules() if module in _TURN.folded]:
+            if _TURN.folded:
+                missed = [name for name, module in backbone.named_modules() if module in _TURN.folded]
                 raise RuntimeError(
                     f"layers {missed} did not get what the layers before them return: the backbone goes another way "
                     "than on the example inputs; slim the ensemble again, on inputs of this kind"
