@@ -62,8 +62,6 @@ def verdicts() -> str:
 
 def scores() -> str:
     """Return a table of the methods on every profile whose networks are trained from scratch, means over seeds."""
-    from .figures import LABELS
-
     settings = paths.load_params()["settings"]
     measured = {
         profile: methods
@@ -78,10 +76,13 @@ def scores() -> str:
         n = measured[profile]["single"]["accuracy"]["n"]
         return f"[{profile}](results/{profile}/comparison/05_comparison.ipynb), n = {n}"
 
+    # The names that methods go by are those of the profiles' own tables, whose rows are in the order of the settings.
+    labels: dict[str, str] = {}
+    for profile in measured:
+        table = (paths.results(profile, "comparison") / "readme.md").read_text(encoding="utf-8").splitlines()[2:]
+        labels |= dict(zip(settings[profile]["rows"], (line.split(" | ")[0][2:] for line in table), strict=True))
     lines = [["accuracy / NLL / ECE / AUROC", *map(named, measured)]]
-    for method, label in LABELS.items():
-        if any(method in methods for methods in measured.values()):
-            lines.append([label, *(cell(methods.get(method)) for methods in measured.values())])
+    lines += [[label, *(cell(methods.get(m)) for methods in measured.values())] for m, label in labels.items()]
     return _table(lines)
 
 

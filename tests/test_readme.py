@@ -51,8 +51,8 @@ def test_verdicts_of_all_profiles_stand_side_by_side(tmp_path, monkeypatch):
 
 def test_scores_of_profiles_from_scratch_stand_side_by_side(tmp_path, monkeypatch):
     (tmp_path / "params.yaml").write_text(
-        "settings:\n  large: {sigma: {pretrained: false}}\n  tuned: {sigma: {pretrained: true}}\n"
-        "  small: {sigma: {pretrained: false}}\n  later: {sigma: {pretrained: false}}\n",
+        "settings:\n  large: {rows: [single], sigma: {pretrained: false}}\n  tuned: {sigma: {pretrained: true}}\n"
+        "  small: {rows: [single, sigma], sigma: {pretrained: false}}\n  later: {sigma: {pretrained: false}}\n",
         encoding="utf-8",
     )
 
@@ -64,6 +64,9 @@ def test_scores_of_profiles_from_scratch_stand_side_by_side(tmp_path, monkeypatc
         folder = tmp_path / "results" / profile / "comparison"
         folder.mkdir(parents=True)
         (folder / "metrics.json").write_text(json.dumps({method: scored(0.9) for method in methods}))
+        names = [{"single": "Single", "sigma": "σN-Ens"}[method] for method in reversed(methods)]
+        table = "\n".join(["| mean | Acc |", "| --- | --- |", *(f"| {name} | 90 |" for name in names)])
+        (folder / "readme.md").write_text(table + "\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     head, _, *rows = readme.scores().splitlines()
     assert re.findall(r"\[(\w+)\]\(\S+\), n = (\d)", head) == [("large", "3"), ("small", "3")]
