@@ -376,6 +376,7 @@ def _turns(
         if apart and torch.is_grad_enabled():
             once = {}
         _TURN.member, _TURN.once, _TURN.guarded, _TURN.layers = m, once, guarded, layers
+        _TURN.folded.clear()
         try:
             logits = folded(backbone, 1, *given, layers)
             if _TURN.folded:
