@@ -127,6 +127,14 @@ def count(text: str) -> int:
     return value
 
 
+def target(text: str) -> Path:
+    """Read the path of a file to be written, in a folder that is there: before anything is measured."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    return path
+
+
 def options_of(description: str) -> argparse.ArgumentParser:
     """Return a parser with the options that all benchmarks have."""
     parser = argparse.ArgumentParser(
@@ -138,7 +146,7 @@ def options_of(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=count, default=30, help="timed rounds")
     parser.add_argument("--threads", type=count, default=1, help="threads; the training loop uses one")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="wall time, or processor time of all threads")
-    parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the table here too")
+    parser.add_argument("--markdown", type=target, metavar="PATH", help="write the table here too")
     return parser
 
 

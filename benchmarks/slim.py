@@ -113,8 +113,8 @@ def open_share(network: torch.nn.Module) -> str:
 def assignment(text: str) -> tuple[int, float]:
     """Read M=share."""
     members, _, share = text.partition("=")
-    if not 1 / int(members) <= float(share) <= 1:
-        raise argparse.ArgumentTypeError(f"the share must be in [1/M, 1], not {text}")
+    if int(members) < 2 or not 1 / int(members) <= float(share) <= 1:
+        raise argparse.ArgumentTypeError(f"M must be at least 2 and the share in [1/M, 1], not {text}")
     return int(members), float(share)
 
 
@@ -129,6 +129,8 @@ def main() -> None:
     given = parser.parse_args()
     if min(given.members) < 2:
         parser.error("--members: slim members are at least 2")
+    if unused := dict(given.open).keys() - set(given.members):
+        parser.error(f"--open: M = {min(unused)} is none of --members, {given.members}")
     prepare(given.threads)
     setting = {name: getattr(given, name) for name in ("batch", "width", "size")}
     image = torch.randn(1, 3, given.size, given.size)

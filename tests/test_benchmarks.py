@@ -130,6 +130,75 @@ def test_a_time_ends_when_the_device_is_done(benchmark, monkeypatch):
     assert [times[phase]["one"].shape for phase in common.PHASES] == [(1,), (1,)]
 
 
+# Slim members ---------------------------------------------------------------------------------------------------------
+
+
+SMALL = ("--batch", 8, "--width", 16, "--size", 16, "--rounds", 1)
+
+
+@pytest.mark.parametrize(("members", "share"), [(2, 0.5), (4, 0.28), (8, 0.2), (4, 1.0)])
+def test_every_channel_has_an_owner_and_the_share_is_open(benchmark, members, share):
+    ens = sn.SigmaEnsemble(narrow_resnet(4, width=64), members, head="fc", regularize="*.bn1")
+    benchmark("slim").ownership(ens, share)
+    gates = torch.cat(list(ens.regularized_gates().values()), dim=1)
+    assert ((gates > 0.9) | (gates < 1e-5)).all()
+    assert (gates > 0.9).any(dim=0).all()
+    assert (gates > 0.9).float().mean().item() == pytest.approx(share, abs=0.02)
+    assert all((g > 0.9).all() for name, g in ens.gates().items() if name not in ens.regularized)
+
+
+def test_the_table_of_slim_members_counts_what_each_network_does(benchmark, monkeypatch, capsys, tmp_path):
+    slim = benchmark("slim")
+    run(slim, monkeypatch, "--members", 2, 4, "--open", "4=0.3", *SMALL, "--markdown", tmp_path / "slim.md")
+    text = (tmp_path / "slim.md").read_text(encoding="utf-8")
+    assert capsys.readouterr().out.endswith(text)
+    rows = {(int(row[1]), row[2]): row for row in rows_of(text)}
+    names = [slim.ONE, "Deep Ensembles", "σN-Ens", "σN-Ens, slim", "BatchEnsemble", "Packed-Ensembles"]
+    assert list(rows) == [(members, name) for members in (2, 4) for name in names]
+    for members, share in ((2, 0.53), (4, 0.3)):
+        ens = sn.SigmaEnsemble(narrow_resnet(10, 3, width=16), members, head="fc", regularize="*.bn1")
+        slim.ownership(ens, share)
+        image = torch.randn(1, 3, 16, 16)
+        one = by_hand(narrow_resnet(10, 3, width=16), image)
+        narrow = [by_hand(ens.slim(image).member(m), image) for m in range(members)]
+        # The first convolution runs once for all.
+        counted = sum(narrow) - (members - 1) * 16 * 16 * 16 * 27
+        for name, expected in {slim.ONE: one, "Deep Ensembles": members * one, "σN-Ens, slim": counted}.items():
+            assert rows[members, name][5] == f"{expected / 1e6:.0f}"
+        for name in ("σN-Ens", "σN-Ens, slim"):
+            assert rows[members, name][3] == slim.open_share(ens)
+        for cell in (7, 10):
+            assert rows[members, slim.ONE][cell] == "1.000 [1.000, 1.000]"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--open", "0=0.3"), "M must be at least 2 and the share in"),
+        (("--open", "4=0.1"), "M must be at least 2 and the share in"),
+        (("--open", "8=0.3", "--members", 4), "--open: M = 8 is none of --members, [4]"),
+        (("--members", 1), "slim members are at least 2"),
+        (("--markdown", "no/such/slim.md"), "there is no folder no/such"),
+    ],
+)
+def test_options_are_refused_before_anything_is_measured(benchmark, monkeypatch, capsys, options, message):
+    slim = benchmark("slim")
+    monkeypatch.setattr(slim, "measure", None)
+    with pytest.raises(SystemExit):
+        run(slim, monkeypatch, *options)
+    assert message in capsys.readouterr().err
+
+
+def test_memory_in_chunks_is_that_of_a_chunk(benchmark, monkeypatch, tmp_path):
+    run(benchmark("memory"), monkeypatch, "--members", 1, 4, "--at-once", 1, *SMALL, "--markdown", tmp_path / "a.md")
+    rows = {tuple(row[:2]): row for row in rows_of((tmp_path / "a.md").read_text(encoding="utf-8"))}
+    assert list(rows) == [("1", "all"), ("4", "all"), ("4", "1")]
+    for cell in (2, 4):
+        one, whole, chunks = (float(row[cell]) for row in rows.values())
+        assert whole > 3 * one
+        assert chunks < 1.6 * one
+
+
 # On a GPU -------------------------------------------------------------------------------------------------------------
 
 

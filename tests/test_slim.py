@@ -521,6 +521,28 @@ def test_the_layers_before_the_first_norm_run_once():
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("how", ["module", "function", "noise"])
+def test_what_is_drawn_before_the_first_norm_is_drawn_for_every_member(how):
+    class Draws(Chain):
+        def __init__(self):
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x):
+            if how == "module":
+                return super().forward(self.drop(x))
+            if how == "function":
+                return super().forward(F.dropout(x, 0.5, self.training))
+            return super().forward(x + torch.rand_like(x))
+
+    ens = SigmaEnsemble(Draws(), 3).train()
+    with torch.no_grad():
+        for layer in ens._layers().values():
+            layer.gamma.fill_(1.0)  # so that members differ in what they draw alone
+    logits = slim(ens, torch.randn(2, 3, 9, 9))(torch.randn(4, 3, 9, 9))
+    assert all((logits[:, m] - logits[:, n]).abs().max() > 1e-3 for m, n in ((0, 1), (0, 2), (1, 2)))
+
+
 @pytest.mark.parametrize("where", ["input", "first layer"])
 def test_members_do_not_see_what_others_wrote(where):
     class Writes(Chain):

@@ -367,11 +367,15 @@ def test_the_method_is_sigma_with_its_changes(tmp_path):
     assert type(model) is SigmaEnsemble
     assert model.regularized == ("stages.0.0.bn1",)
     assert history[-1]["slim"] > 0
+    other = model.backbone.get_submodule("stages.0.0.bn2")
+    with torch.no_grad():
+        other.gamma[0, 0] = -6.0  # a small gate that training has not closed
     save(model, tmp_path / "model.safetensors")
     restored = training.restore("sigma_slim", tmp_path / "model.safetensors", dataset, settings)
     assert isinstance(restored, SlimEnsemble)
     report = restored.report["stages.0.0.bn1"]
     assert sum(report.kept) == round((1 - history[-1]["slim"]) * 2 * report.features) < 2 * report.features
+    assert restored.report["stages.0.0.bn2"].kept == (4, 4)
     logits = [training.predict(m, dataset.test.inputs, dataset) for m in (model, restored)]
     np.testing.assert_allclose(*logits, rtol=1e-5, atol=1e-5)
 
