@@ -2,6 +2,7 @@
 # Train one method of a profile on two nodes of four GPUs each, then write its results as `dvc repro` does:
 #
 #     sbatch examples/slurm.sh STAGE PROFILE METHOD      e.g.  sbatch examples/slurm.sh train_vision imagenet sigma
+#                                                        or    sbatch examples/slurm.sh finetune cifar10 finetune
 #
 # Submit it from the project's folder, which all nodes must see; jobs of this script may share it, and take turns at DVC. Sweeps
 # are cells for slurm_sweep.sh. A job that was killed, or ran into its time limit, goes on
@@ -15,9 +16,12 @@
 #SBATCH --time=24:00:00
 #SBATCH --requeue               # after a node failed
 #SBATCH --output=slurm-%j.txt
+#SBATCH --open-mode=append      # to it when it starts again
 set -euo pipefail
 
 stage=${1:?a stage of dvc.yaml, for example train_vision} profile=${2:?a profile} method=${3:?a method}
+cell=$stage@$profile-$method
+[[ $stage != finetune ]] || cell=finetune@$profile
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
 
 # DVC refuses to start while another one works in this folder, or was killed there.
@@ -27,7 +31,7 @@ in_turn() {
 }
 
 in_turn repro clean "data@$profile"
-in_turn repro --dry --single-item "$stage@$profile-$method" > /dev/null   # is there such a stage?
+in_turn repro --dry --single-item "$cell" > /dev/null   # is there such a stage?
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 # Every node runs the same line; the processes find each other through the first node.
@@ -40,4 +44,4 @@ srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" torchrun \
     -m sigmaens.training "$profile" "$method"
 
 # The stage's notebook finds the networks trained: it predicts, and writes weights, history and itself.
-in_turn repro --single-item "$stage@$profile-$method"
+in_turn repro --single-item "$cell"

@@ -208,3 +208,29 @@ def test_notebooks_of_pretrained_images(project, monkeypatch):
     )
     assert len(study["gaps"]) == 2 * 1 * 3
     assert os.path.getsize(paths.results("tiny", "vision_finetune") / "gap.png") > 0
+
+
+def test_processes_of_a_profile_train_before_the_notebook_does(project, monkeypatch):
+    class Started(Exception):
+        """Instead of training."""
+
+    def together(*given, **options):
+        raise Started(given, options)
+
+    monkeypatch.setattr(training, "together", together)
+    monkeypatch.setattr(data, "STANDARD", ["brightness"])
+    folders(project / "sources")
+    text = IMAGES.format(weights="", recipe=RECIPE) + f"    processes: 3\n    finetune: {{tau: 0.1, train: {RECIPE}}}\n"
+    (project / "params.yaml").write_text(text, encoding="utf-8")
+    run("01_data", profile="scratch")
+    changes = {"tau": None, "weight": None, "members": None, "variant": None}
+    with pytest.raises(Started) as seen:
+        run("02_train", profile="scratch", run="sweep_tau/0.3", tau=0.3)
+    assert seen.value.args == ((3, "scratch", "sigma"), {"run": "sweep_tau/0.3", **changes, "tau": 0.3})
+    with pytest.raises(Started) as seen:
+        run("03_finetune", profile="scratch")
+    assert seen.value.args == ((3, "scratch", "finetune"), {"run": "finetune"})
+    (project / "params.yaml").write_text(text.replace("processes: 3", "members: 2"), encoding="utf-8")
+    with pytest.raises(Started) as seen:
+        run("02_train", profile="scratch", method="single", run="train/single")
+    assert seen.value.args == ((1, "scratch", "single"), {"run": "train/single", **changes})

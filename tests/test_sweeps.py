@@ -267,13 +267,13 @@ def test_slurm_jobs_that_share_a_folder_take_turns_at_dvc(tmp_path):
     job = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7"}
     jobs = [
         subprocess.Popen(
-            ["bash", ROOT / "examples/slurm.sh", "train_vision", "imagenet", method],
+            ["bash", ROOT / "examples/slurm.sh", stage, "imagenet", method],
             cwd=tmp_path,
             env=os.environ | job,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for method in ("single", "sigma")
+        for stage, method in (("train_vision", "single"), ("train_vision", "sigma"), ("finetune", "finetune"))
     ]
     for job in jobs:
         assert job.communicate(timeout=60)[1] == ""
@@ -286,7 +286,13 @@ def test_slurm_jobs_that_share_a_folder_take_turns_at_dvc(tmp_path):
         assert re.search(
             f"torchrun --nnodes=2 .*--rdzv-endpoint=node1:20007 -m sigmaens.training imagenet {method}$", own[1]
         )
-    assert log.count("dvc repro clean data@imagenet") == 2
+    # A profile has one cell for fine-tuning, whose name has no method.
+    assert [line for line in log if "finetune" in line] == [
+        "dvc repro --dry --single-item finetune@imagenet",
+        *[line for line in log if line.endswith("-m sigmaens.training imagenet finetune")],
+        "dvc repro --single-item finetune@imagenet",
+    ]
+    assert log.count("dvc repro clean data@imagenet") == 3
 
 
 def test_the_queue_of_another_machine_runs_changed_parameters(sweep):
