@@ -82,10 +82,14 @@ def sigma_settings(method: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Return a profile's settings of a σN-Ens: the block `sigma`, changed for `sigma_slim` by the block `slim`.
 
     Raises:
-        ValueError: if the profile has no slim members.
+        ValueError: if the profile has no slim members, or lacks one of their settings, or has one that is not known.
     """
     if method != "sigma_slim":
         return settings["sigma"]
     if not settings.get("slim"):
         raise ValueError("method 'sigma_slim' needs the settings of `slim`, which this profile does not have")
-    return {**settings["sigma"], **settings["slim"]}
+    sigma, own, needed = settings["sigma"], settings["slim"], {"regularize", "threshold", "patience"}
+    missing, unknown = sorted(needed - own.keys()), sorted(own.keys() - needed - sigma.keys())
+    if missing or unknown:
+        raise ValueError(f"settings of `slim`: missing {missing}, unknown {unknown}")
+    return {**sigma, **own}

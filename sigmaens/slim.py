@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .ensemble import SigmaEnsemble, folded, replace
 from .layers import MemberHead, SigmaNorm
@@ -61,7 +61,8 @@ class SlimEnsemble(SigmaEnsemble):
 
     `gates` counts closed gates as 0, and `member(m)` is an ordinary, narrower network. Files hold weights and masks:
     `load` takes those of any slim ensemble of the same backbone and is slimmed in the file's way afterwards; a file of
-    the full ensemble is refused.
+    the full ensemble is refused. In evaluation, narrowed weights are kept: write to weights under `torch.no_grad()`
+    rather than through `.data`, which nothing notices before the next `train()` or `eval()`.
 
     Shape: inputs with B rows to logits (B, M, K).
     """
@@ -180,14 +181,15 @@ def slim(
     Args:
         ens: The ensemble. It is copied, not changed.
         inputs, named_inputs: Example inputs of a few rows, given as to `ens`, which runs on them a few times. The slim
-            ensemble is to be called with arguments of the same kinds.
+            ensemble is to be called with arguments of the same kinds. What the network makes of them decides what is
+            proved, so they should be as real as a batch of training, not all zero.
         threshold: Largest gate that counts as closed, in [0, 1).
         share: Keep the ensemble's own parameters and statistics instead of copies, so that training either trains
             both and an optimiser goes on with its state.
 
     Raises:
         TypeError: if `ens` is no SigmaEnsemble, or slim already.
-        ValueError: if `threshold` is not in [0, 1).
+        ValueError: if `threshold` is not in [0, 1), the inputs hold no batch, or the outputs for them are not finite.
 
     Examples:
         >>> block = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 5, 1), nn.Flatten())
@@ -203,6 +205,8 @@ def slim(
     if isinstance(ens, SlimEnsemble):
         raise TypeError("the ensemble is slim already: slim the full one")
     _check_threshold(threshold)
+    if not any(isinstance(leaf, Tensor) for leaf in tree_leaves((inputs, named_inputs))):
+        raise ValueError(f"slim needs example inputs, as of ens(x): ens.slim(x, threshold=…), not {inputs or 'none'}")
     tensors = itertools.chain(ens.backbone.parameters(), ens.backbone.buffers())
     backbone = copy.deepcopy(ens.backbone, {id(tensor): tensor for tensor in tensors} if share else None)
     found = plan(backbone, ens.members, inputs, named_inputs)
@@ -222,8 +226,8 @@ def slim(
 
 
 def _check_threshold(threshold: float) -> None:
-    if not 0 <= threshold < 1:
-        raise ValueError(f"threshold must be in [0, 1), not {threshold}")
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold < 1:
+        raise ValueError(f"threshold must be a number in [0, 1), not {threshold!r}")
 
 
 # Training -------------------------------------------------------------------------------------------------------------
@@ -810,7 +814,7 @@ class _WithUncertainty(nn.Module):
         log_mean = log.logsumexp(1) - torch.log(torch.tensor(float(log.shape[1]), dtype=log.dtype, device=log.device))
 
         def expected(probs: Tensor, values: Tensor) -> Tensor:
-            return torch.where(probs > 0, probs * values, 0).sum(-1)
+            return torch.where(probs == 0, 0, probs * values).sum(-1)  # NaN stays NaN
 
         total = -expected(mean, log_mean)
         aleatoric = -expected(probs, log).mean(1)

@@ -120,12 +120,14 @@ class _Example:
                 self.calls[module] = tree_map(lambda t: t.new_empty(()) if isinstance(t, Tensor) else t, (args, kwargs))
 
         self.run = lambda: folded(net, members, args, kwargs, [m for m in net.modules() if isinstance(m, SigmaNorm)])
-        self._run_with([m.register_forward_pre_hook(note, with_kwargs=True) for m in net.eval().modules()])
+        handles = [m.register_forward_pre_hook(note, with_kwargs=True) for m in net.eval().modules()]
+        if not self._run_with(handles).isfinite().all():
+            raise ValueError("the outputs for the example inputs are not finite, so that they show nothing")
 
-    def _run_with(self, handles: list[Any]) -> None:
+    def _run_with(self, handles: list[Any]) -> Tensor:
         try:
             with torch.no_grad():
-                self.run()
+                return self.run()
         finally:
             for handle in handles:
                 handle.remove()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import ctypes
 import functools
 import hashlib
@@ -318,6 +319,8 @@ def _accelerator(precision: str) -> Any:
     patient = InitProcessGroupKwargs(timeout=timedelta(hours=2))
     cpu = launched > 1 and not torch.accelerator.is_available()
     accelerator = Accelerator(mixed_precision=precision, cpu=cpu, kwargs_handlers=[patient])
+    if precision == "fp16" and accelerator.device.type == "cpu":
+        raise ValueError("precision fp16 needs a GPU; on a CPU accelerate would train in float32 instead: take bf16")
     if accelerator.num_processes != launched:
         raise ValueError(f"{launched} processes were started, but accelerate has {accelerator.num_processes}")
     if launched > 1 and not accelerator.distributed_type.startswith("MULTI_"):
@@ -482,23 +485,25 @@ def restore(method: str, checkpoint: Path, dataset: datasets.Dataset, settings: 
     return model
 
 
-@torch.inference_mode()
 def predict(
     model: nn.Module, inputs: np.ndarray, dataset: datasets.Dataset, batch_size: int | None = None
 ) -> np.ndarray:
-    """Return member logits, float32 (N, M, K), in evaluation mode.
+    """Return member logits, float32 (N, M, K), in evaluation mode, computed on the GPU where there is one.
 
     Args:
-        model: Module from the data set's inputs to member logits.
+        model: Module from the data set's inputs to member logits. It stays where it is; a GPU works on a copy.
         inputs: Images (N, H, W, C) uint8, or token ids (N, L) int32, which run by length, so that little is padding.
         dataset: Where the normalisation, or the id of padding, comes from.
         batch_size: Rows at once; None takes 500 images or 50 sentences.
     """
-    device = next(model.parameters()).device
     model.eval()
+    device = next(model.parameters()).device
+    if device.type == "cpu" and _gpu() is not None:
+        device = _gpu()
+        model = copy.deepcopy(model).to(device)
     order = _lengths(dataset, inputs).argsort(stable=True) if dataset.is_text else torch.arange(len(inputs))
     parts = order.split(batch_size or (50 if dataset.is_text else 500))
-    with _deterministic():
+    with _deterministic(), torch.inference_mode():
         logits = [model(x.to(device)).float().cpu() for x in dataset.stream(inputs, parts)]
     return torch.cat(logits)[order.argsort()].contiguous().numpy()
 
@@ -508,12 +513,20 @@ def side_by_side(function: Callable[[int], Any], seeds: Sequence[int]) -> dict[i
 
     Every run is single-threaded and seeded, so the results do not depend on the number of cores.
     """
-    if len(seeds) == 1 or torch.cuda.is_available() or sys.platform != "linux":
+    if len(seeds) == 1 or _gpu() is not None or sys.platform != "linux":
         return {seed: function(seed) for seed in seeds}
     # Forked, a process starts with everything imported and loaded, a function of the notebook included.
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(len(seeds), mp_context=fork, initializer=_die_with_parent) as pool:
         return dict(zip(seeds, pool.map(function, seeds), strict=True))
+
+
+def _gpu() -> torch.device | None:
+    if not torch.cuda.is_available():
+        return None
+    # Read when cuBLAS is first used, which must not be before: its results would vary.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _die_with_parent() -> None:
@@ -663,9 +676,8 @@ def _deterministic() -> Iterator[None]:
     strict = torch.are_deterministic_algorithms_enabled()
     lenient = torch.is_deterministic_algorithms_warn_only_enabled()
     states = random.getstate(), np.random.get_state()  # noqa: NPY002
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Every process would otherwise wake all GPUs, for their random states.
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    devices = [gpu] if (gpu := _gpu()) else []
     # The sum's order, and so the last digits of every result, depends on the number of threads.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)

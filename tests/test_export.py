@@ -96,3 +96,12 @@ def test_onnx(case, slim, tmp_path):
     for rows in (1, 2, 7):
         given = inputs(rows)
         assert_alike(session.run(OUTPUTS, {name: x.numpy() for name, x in given.items()}), ens, given, named)
+
+
+def test_broken_inputs_are_not_certain():
+    ens = SigmaEnsemble(backbones.narrow_resnet(3), 2, head="fc").eval()
+    x = images(2)["images"]
+    x[0, 0, 0, 0] = torch.nan
+    for output in with_uncertainty(ens)(x):
+        assert output[0].isnan().all()
+        assert output[1].isfinite().all()

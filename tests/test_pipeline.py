@@ -3,9 +3,12 @@
 import ast
 import json
 import re
+import shutil
 import subprocess
 
 import pytest
+from dvc.utils.hydra import apply_overrides
+from dvc.utils.serialize import load_yaml
 
 import sigmaens
 from sigmaens import paths
@@ -159,3 +162,19 @@ def test_git_tracks_nothing_that_dvc_caches():
     cached = re.compile(r"data/|results/[^/]+/(train|evaluate|sweep_\w+)/")
     assert tracked.stdout.count("\n") > 30
     assert not [path for path in tracked.stdout.splitlines() if cached.match(path)]
+
+
+def test_dvc_can_change_a_setting(tmp_path):
+    # DVC writes the whole file anew, without quotes: a source like set:NAME inside braces could not be read again.
+    changed = shutil.copy(ROOT / "params.yaml", tmp_path)
+    expected = load_yaml(changed)
+    apply_overrides(changed, ["settings.digits.train.epochs=60"])
+    expected["settings"]["digits"]["train"]["epochs"] = 60
+    assert load_yaml(changed) == expected
+
+
+def test_no_profile_waits_for_cached_results_of_another():
+    # imagenet has its verdicts where cifar10_scratch was never run: of other profiles only what git keeps is read.
+    others = [d for d in STAGES["claims_vision"]["deps"] if d.startswith(("data", "results")) and "${item" not in d]
+    assert others == ["results/${settings.cifar10_finetune.scratch}/ood/metrics.json"]
+    assert (ROOT / others[0].replace("${settings.cifar10_finetune.scratch}", "cifar10_scratch")).is_file()

@@ -389,6 +389,18 @@ def test_settings_of_the_method_are_those_of_sigma_but_for_its_own():
             training.train("sigma_slim", tiny(), lacking, seed=0)
 
 
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ({"regularize": "*.bn1", "patience": 1}, r"missing \['threshold'\], unknown \[\]"),
+        ({**SLIM["slim"], "treshold": 0.1}, r"missing \[\], unknown \['treshold'\]"),
+    ],
+)
+def test_settings_of_slim_that_are_missing_or_unknown_are_named(own, said):
+    with pytest.raises(ValueError, match=said):
+        training.train("sigma_slim", tiny(), {**SLIM, "slim": own}, seed=0)
+
+
 # Members in chunks ----------------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """The training loop: repeatable to the last bit, resumable after a kill, strict about what it is given."""
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -485,6 +486,32 @@ def test_predictions_do_not_depend_on_the_batch():
     model, _ = training.train("sigma", dataset, settings(), seed=0)
     one, all_at_once = (training.predict(model, dataset.test.inputs, dataset, batch_size=b) for b in (1, 25))
     np.testing.assert_allclose(one, all_at_once, rtol=1e-4, atol=1e-5)
+
+
+def test_a_gpu_predicts_with_a_copy(monkeypatch):
+    class Watch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(64, 3)
+
+        def forward(self, x):
+            seen.append((x.device.type, self.fc.weight.device.type))
+            return torch.zeros(len(x), 1, 3)
+
+    seen, model = [], Watch()
+    monkeypatch.setattr(training, "_gpu", lambda: torch.device("meta"))
+    monkeypatch.setattr(training, "_deterministic", contextlib.nullcontext)
+    assert training.predict(model, tiny().test.inputs, tiny()).shape == (25, 1, 3)
+    assert seen == [("meta", "meta")]
+    assert model.fc.weight.device.type == "cpu"
+    model.fc.weight.sum().backward()  # which an inference tensor could not
+
+
+def test_float16_needs_a_gpu():
+    if torch.accelerator.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ValueError, match="precision fp16 needs a GPU"):
+        training.train("sigma", tiny(), settings(train={**SETTINGS["train"], "precision": "fp16"}), seed=0)
 
 
 def test_members_of_deep_ensembles_predict_as_alone():
