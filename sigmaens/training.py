@@ -76,6 +76,7 @@ class Recipe:
         momentum, nesterov: Of SGD.
         weight_decay: On everything but the scale logits and the vectors of BatchEnsemble.
         schedule: "constant", "step" (× `factor` after each epoch in `milestones`), "cosine" or "one_cycle".
+        warmup: Steps in which the learning rate rises linearly, before the schedule takes the rest.
         crop: Padding of the random crop, pixels. flip: Mirror at random. Of images in memory; those that are streamed
             take the usual augmentation of ImageNet (`data.decode`).
         precision: "no", "bf16" or "fp16", as accelerate names them.
@@ -96,6 +97,7 @@ class Recipe:
     schedule: str = "step"
     milestones: tuple[int, ...] = ()
     factor: float = 0.1
+    warmup: int = 0
     crop: int = 0
     flip: bool = False
     precision: str = "no"
@@ -129,7 +131,7 @@ class Recipe:
         }
         for name, allowed in choices.items():
             require(getattr(recipe, name) in allowed, name, f"one of {allowed}")
-        for name, least in {"epochs": 1, "batch_size": 2, "crop": 0, "accumulate": 1}.items():
+        for name, least in {"epochs": 1, "batch_size": 2, "warmup": 0, "crop": 0, "accumulate": 1}.items():
             value = getattr(recipe, name)
             require(_whole(value) and value >= least, name, f"an integer ≥ {least}")
         for name in ("lr", "gamma_multiplier", "factor"):
@@ -140,6 +142,7 @@ class Recipe:
             require(_real(value) and 0 <= value < end, name, "a number ≥ 0" + (" and < 1" if end == 1 else ""))
         for name in ("nesterov", "flip", "sync_batch_norm"):
             require(isinstance(getattr(recipe, name), bool), name, "true or false")
+        require(not recipe.warmup or recipe.schedule != "one_cycle", "warmup", "0 with one_cycle, which has its own")
         require(2 * recipe.accumulate <= recipe.batch_size, "accumulate", f"at most half of {recipe.batch_size} rows")
         return recipe
 
@@ -704,14 +707,21 @@ def _scheduler(
     optimizer: torch.optim.Optimizer, recipe: Recipe, steps_per_epoch: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
     schedulers = torch.optim.lr_scheduler
-    total = recipe.epochs * steps_per_epoch
+    warmup, total = recipe.warmup, recipe.epochs * steps_per_epoch
+    if warmup >= total:
+        raise ValueError(f"warmup must be less than the {total} steps of training, not {warmup}")
     if recipe.schedule == "cosine":
-        return schedulers.CosineAnnealingLR(optimizer, total)
-    if recipe.schedule == "one_cycle":
+        main = schedulers.CosineAnnealingLR(optimizer, total - warmup)
+    elif recipe.schedule == "one_cycle":
         peaks = [group["lr"] for group in optimizer.param_groups]
-        return schedulers.OneCycleLR(optimizer, peaks, total_steps=total, cycle_momentum=False)
-    milestones = [epoch * steps_per_epoch for epoch in recipe.milestones] if recipe.schedule == "step" else []
-    return schedulers.MultiStepLR(optimizer, milestones, recipe.factor)
+        main = schedulers.OneCycleLR(optimizer, peaks, total_steps=total, cycle_momentum=False)
+    else:
+        milestones = [epoch * steps_per_epoch - warmup for epoch in recipe.milestones if recipe.schedule == "step"]
+        main = schedulers.MultiStepLR(optimizer, milestones, recipe.factor)
+    if not warmup:
+        return main
+    rise = schedulers.LinearLR(optimizer, start_factor=1 / (warmup + 1), total_iters=warmup)
+    return schedulers.SequentialLR(optimizer, [rise, main], [warmup])
 
 
 def _batch_sizes(rows: int, batch_size: int) -> list[int]:

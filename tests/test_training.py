@@ -37,7 +37,7 @@ SETTINGS = {
 RECIPES = {
     "sgd and steps": Recipe.parse(SETTINGS["train"]),
     "sgd and one cycle": Recipe(epochs=3, batch_size=8, schedule="one_cycle", nesterov=True),
-    "adam and cosine": Recipe(epochs=3, batch_size=8, optimizer="adam", lr=1e-3, schedule="cosine", crop=1),
+    "adam and cosine": Recipe(epochs=3, batch_size=8, optimizer="adam", lr=1e-3, schedule="cosine", warmup=5, crop=1),
 }
 STEPS = 3  # an epoch: 25 images in batches of 8, 8 and 9
 
@@ -222,6 +222,27 @@ def test_schedules_start_and_end_where_they_should(schedule):
     if schedule == "one_cycle":
         assert lr[1] == max(lr) > 0.07
         assert lr[3] < lr[2]
+
+
+@pytest.mark.parametrize("schedule", ["constant", "step", "cosine"])
+def test_warm_up_rises_to_the_rate_and_the_schedule_takes_the_rest(schedule):
+    recipe = Recipe(epochs=3, lr=0.1, schedule=schedule, milestones=(2,), factor=0.5, warmup=4)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=recipe.lr)
+    scheduler = training._scheduler(optimizer, recipe, steps_per_epoch=4)
+    rates = []
+    for _ in range(12):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates[:4] == pytest.approx([0.02, 0.04, 0.06, 0.08])
+    after = {
+        "constant": [0.1] * 8,
+        "step": [0.1] * 4 + [0.05] * 4,
+        "cosine": [0.1 * (1 + np.cos(np.pi * step / 8)) / 2 for step in range(8)],
+    }
+    assert rates[4:] == pytest.approx(after[schedule])
+    with pytest.raises(ValueError, match="warmup must be less than the 4 steps of training, not 4"):
+        training._scheduler(optimizer, dataclasses.replace(recipe, epochs=1), steps_per_epoch=4)
 
 
 def test_the_last_batch_is_never_a_single_image():
@@ -426,6 +447,8 @@ def broken_seed(seed):
         ({"epochs": 2.0}, r"epochs must be an integer ≥ 1, not 2\.0"),
         ({"epochs": True}, "epochs must be an integer ≥ 1, not True"),
         ({"batch_size": 1}, "batch_size must be an integer ≥ 2, not 1"),
+        ({"warmup": -1}, "warmup must be an integer ≥ 0, not -1"),
+        ({"warmup": 1, "schedule": "one_cycle"}, "warmup must be 0 with one_cycle, which has its own, not 1"),
         ({"crop": -1}, "crop must be an integer ≥ 0, not -1"),
         ({"optimizer": "sdg"}, r"optimizer must be one of \('sgd', 'adam'\), not 'sdg'"),
         ({"schedule": "linear"}, "schedule must be one of .*, not 'linear'"),
