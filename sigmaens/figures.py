@@ -27,7 +27,7 @@ __all__ = [
     "use_style",
 ]
 
-PALETTE = sns.color_palette("colorblind")
+PALETTE = [*sns.color_palette("colorblind"), (0.0, 0.0, 0.0)]
 # Name, colour and marker of a method are the same in every figure.
 _METHODS = {
     "single": ("Single", 7, "s"),
@@ -41,7 +41,7 @@ _METHODS = {
     "packed_ensembles_gamma2": ("Packed-Ensembles γ=2", 1, "p"),
     "lora_ensemble": ("LoRA-Ensemble", 6, ">"),
     "sigma": ("σN-Ens", 3, "o"),
-    "sigma_slim": ("σN-Ens slim", 9, "*"),
+    "sigma_slim": ("σN-Ens slim", 10, "*"),
     "finetune": ("σN-Ens FineTune", 2, "v"),
 }
 LABELS = {method: name for method, (name, _, _) in _METHODS.items()}
