@@ -50,13 +50,16 @@ def read(path: str | Path) -> tuple[list[str], np.ndarray | None]:
         N sentences, and labels (N,): int64 if all are whole numbers, else float64, as ratings always are.
 
     Raises:
-        ValueError: another name or encoding; no sentences at all; naming file and line, a wrong number of columns, no
-            JSON object with a text, an empty sentence, a NUL byte, a label that is missing or no finite number.
+        ValueError: another name or encoding; a folder; no sentences at all; naming file and line, a wrong number of
+            columns, no JSON object with a text, an empty sentence, a NUL byte, a label that is missing or no finite
+            number.
     """
     path = Path(path)
     ending = next((ending for ending in _FORMATS if path.name.endswith(ending)), None)
     if ending is None:
         raise ValueError(f"{path}: the name must end in one of {', '.join(_FORMATS)}")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder, where a file of sentences is expected")
     # Not splitlines, which breaks lines at eight more characters that sentences may hold.
     lines = _text(path).removesuffix("\n").split("\n")
     header = int(ending == ".tsv" and lines[0].rstrip("\r") == "sentence\tlabel")

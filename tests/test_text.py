@@ -50,6 +50,12 @@ def written(folder, name, content, encoding="utf-8"):
     return path
 
 
+def test_a_folder_named_as_a_file_is_refused(tmp_path):
+    (tmp_path / "a.tsv").mkdir()
+    with pytest.raises(ValueError, match=r"a\.tsv is a folder, where a file of sentences is expected"):
+        text.read(tmp_path / "a.tsv")
+
+
 @pytest.mark.parametrize("header", ["", "sentence\tlabel\n"])
 @pytest.mark.parametrize("end", ["", "\n"])
 def test_tsv_is_read_with_and_without_header_and_quotes_are_text(tmp_path, header, end):
