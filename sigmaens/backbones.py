@@ -286,8 +286,9 @@ def transformer(classes: int | None, in_channels: int | None = None, *, model: s
 
     Raises:
         OSError: if there is no such model, or it has no safetensors.
-        ValueError: if the weights lack one of the encoder's, so that it would be random.
+        ValueError: if the safetensors are damaged, or lack one of the encoder's weights, so that it would be random.
     """
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     where = _locate(model)
@@ -310,6 +311,8 @@ def transformer(classes: int | None, in_channels: int | None = None, *, model: s
                 f"no transformer {model!r}: model must be a name on the hub, a folder with a configuration and "
                 f"safetensors, or package:NAME/FOLDER; {error}"
             ) from None
+        except SafetensorError as error:
+            raise ValueError(f"the weights of {model!r} are no safetensors, or damaged: {error}") from None
     absent = [*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]
     # The classifier is fresh, and so may be the pooler between it and the encoder.
     random = sorted(n for n in absent if n.startswith(f"{net.base_model_prefix}.") and ".pooler." not in n)

@@ -311,6 +311,14 @@ def test_an_encoder_that_would_be_random_is_refused(folder):
             backbones.build("transformer", 2, None, model=folder)
 
 
+@pytest.mark.parametrize("kept", [slice(0), slice(40), slice(-1), slice(1, None)])
+def test_damaged_weights_are_refused_by_their_folder(kept, folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[kept])
+    with pytest.raises(ValueError, match=f"the weights of '{folder}' are no safetensors, or damaged: .*header"):
+        backbones.build("transformer", 2, None, model=str(folder))
+
+
 def test_pickled_weights_are_not_read(folder):
     torch.save({"a": Payload()}, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
