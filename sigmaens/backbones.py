@@ -216,7 +216,7 @@ class Tokens(nn.Module):
     Shape: (B, L), int64, to (B, K).
 
     Raises:
-        ValueError: if the configuration has no padding id.
+        ValueError: if the configuration has no padding id, or ids come in another shape.
     """
 
     def __init__(self, net: nn.Module):
@@ -227,6 +227,8 @@ class Tokens(nn.Module):
             raise ValueError(f"the configuration of {type(net).__name__} has no pad_token_id to tell the padding by")
 
     def forward(self, ids: Tensor) -> Tensor:
+        if ids.dim() != 2:
+            raise ValueError(f"ids must be the token ids of sentences, (B, L), not of shape {tuple(ids.shape)}")
         mask = ids != self.padding
         seen = mask.any(0)
         return self.net(input_ids=ids[:, seen], attention_mask=mask[:, seen].long()).logits

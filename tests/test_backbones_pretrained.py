@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 
 import pytest
 import torch
@@ -317,6 +318,13 @@ def test_damaged_weights_are_refused_by_their_folder(kept, folder):
     path.write_bytes(path.read_bytes()[kept])
     with pytest.raises(ValueError, match=f"the weights of '{folder}' are no safetensors, or damaged: .*header"):
         backbones.build("transformer", 2, None, model=str(folder))
+
+
+def test_token_ids_come_in_rows(folder):
+    net = backbones.build("transformer", 2, None, model=folder)
+    for shape in ((6,), (2, 6, 1), ()):
+        with pytest.raises(ValueError, match=rf"\(B, L\), not of shape {re.escape(str(shape))}"):
+            net(torch.ones(shape, dtype=torch.int64))
 
 
 def test_pickled_weights_are_not_read(folder):
