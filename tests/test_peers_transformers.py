@@ -198,6 +198,39 @@ def test_lora_trains_updates_and_heads_alone(name):
     assert {k for k, v in model.state_dict().items() if not torch.equal(v, before[k])} == own
 
 
+ENCODERS = {
+    "distilbert": ("DistilBertModel", {}, ["pre_classifier"], "classifier"),
+    "roberta": ("RobertaModel", {}, ["classifier.dense"], "classifier.out_proj"),
+    "bert": ("BertModel", {"add_pooling_layer": False}, ["bert.pooler.dense"], "classifier"),
+    "bert with its pooler": ("BertModel", {}, [], "classifier"),
+}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_lora_trains_layers_that_the_weights_lack_and_shares_them(name, tmp_path):
+    import transformers
+
+    kind, options, fresh, head = ENCODERS[name]
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    if kind.startswith("Distil"):
+        sizes = {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 24}
+    config = getattr(transformers, kind.replace("Model", "Config"))(**sizes, vocab_size=40)
+    getattr(transformers, kind)(config, **options).save_pretrained(tmp_path)
+    net = backbones.transformer(3, model=str(tmp_path))
+    model = peers.LoRAEnsemble(net, 2, head=f"net.{head}").train()
+    before = copy.deepcopy(model.state_dict())
+    fresh = {f"backbone.net.{layer}.{kind}" for layer in fresh for kind in ("weight", "bias")}
+    own = {k for k in before if k.endswith((".A", ".B")) or k.startswith(f"backbone.net.{head}.")}
+    assert {k for k, p in model.named_parameters() if p.requires_grad} == own | fresh
+    assert {before[k].dim() for k in fresh} <= {1, 2}  # not one for each member
+    optimizer = torch.optim.SGD(sn.parameter_groups(model, lr=0.1))
+    member_cross_entropy(model(torch.randint(3, 40, (3, 7))), torch.tensor([0, 1, 2])).backward()
+    optimizer.step()
+    changed = {k for k, v in model.state_dict().items() if not torch.equal(v, before[k])}
+    assert changed == {k for k in own if not k.endswith(".A")} | fresh  # B is zero, and so A has no gradient yet
+    assert all(p.requires_grad for p in net.parameters())
+
+
 def test_lora_members_learn_from_their_own_loss():
     model = lora().eval()
     model(**inputs("bert"))[:, 1].logsumexp(-1).sum().backward()
