@@ -28,7 +28,7 @@ __all__ = ["MIMO", "BatchEnsemble", "FiLMEnsemble", "LoRAEnsemble", "MCDropout",
 
 # The linear layers of self-attention by the names of timm and transformers; a fused one makes q, k and v in this order.
 _FUSED = ("qkv", "Wqkv")
-_ATTENTION = (*(f"{x}_{kind}" for kind in ("proj", "lin") for x in "qkv"), "query", "key", "value", *_FUSED)
+_ATTENTION = (*"qkv", *(f"{x}_{kind}" for kind in ("proj", "lin") for x in "qkv"), "query", "key", "value", *_FUSED)
 
 
 class _Folded(nn.Module):
