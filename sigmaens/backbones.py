@@ -228,6 +228,11 @@ class Tokens(nn.Module):
         if self.padding is None:
             raise ValueError(f"the configuration of {type(net).__name__} has no pad_token_id to tell the padding by")
 
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids that the network knows: the rows of its embedding."""
+        return self.net.get_input_embeddings().num_embeddings
+
     def forward(self, ids: Tensor) -> Tensor:
         if ids.dim() != 2:
             raise ValueError(f"ids must be the token ids of sentences, (B, L), not of shape {tuple(ids.shape)}")

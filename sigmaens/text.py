@@ -20,7 +20,7 @@ from sigmaens import data
 from sigmaens.corruptions import SEVERITIES
 from sigmaens.data import Dataset, Split
 
-__all__ = ["NOISES", "SHARES", "corrupt", "decode", "pad_id", "read", "sst2", "tokenize"]
+__all__ = ["NOISES", "SHARES", "check_ids", "corrupt", "decode", "pad_id", "read", "sst2", "tokenize"]
 
 NOISES = ("typo", "swap", "drop")
 """Kinds of character noise: a neighbour on the keyboard, two neighbouring letters exchanged, a letter left out."""
@@ -176,6 +176,29 @@ def pad_id(model: str) -> int:
     if pad is None:
         raise ValueError(f"the tokeniser of {model!r} has no token for padding")
     return pad
+
+
+def check_ids(dataset: Dataset, model: str, *, padding: int, vocabulary: int) -> None:
+    """Check that a data set's token ids are ids of a network's own, as far as numbers tell.
+
+    Args:
+        dataset: Of token ids.
+        model: Name of the network.
+        padding: Id that the network takes for padding.
+        vocabulary: Number of ids that the network knows.
+
+    Raises:
+        ValueError: the ids are padded with another id, or there are larger ones; tokeniser and network are named.
+    """
+    names = f"tokenizer {dataset.card.get('tokenizer')!r} and network {model!r} do not belong together"
+    pad = dataset.card["pad"]
+    if pad != padding:
+        raise ValueError(f"{names}: the sentences are padded with {pad}, and the network takes {padding} for padding")
+    splits = (dataset.train, dataset.validation, dataset.test, *([dataset.rated] if dataset.rated else []))
+    arrays = [*(split.inputs for split in splits), *dataset.ood.values(), *dataset.corrupted.values()]
+    largest = max(int(ids.max(initial=0)) for ids in arrays)
+    if largest >= vocabulary:
+        raise ValueError(f"{names}: there are ids up to {largest}, and the network knows 0 … {vocabulary - 1}")
 
 
 def decode(dataset: Dataset, rows: np.ndarray) -> list[str]:

@@ -336,6 +336,7 @@ def test_damaged_weights_are_refused_by_their_folder(kept, folder):
 
 def test_token_ids_come_in_rows(folder):
     net = backbones.build("transformer", 2, None, model=folder)
+    assert net.vocabulary == 50
     for shape in ((6,), (2, 6, 1), ()):
         with pytest.raises(ValueError, match=rf"\(B, L\), not of shape {re.escape(str(shape))}"):
             net(torch.ones(shape, dtype=torch.int64))
