@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,21 +212,30 @@ class Tokens(nn.Module):
 
     Args:
         net: A sequence classifier whose configuration has a padding id. Its layers are now named `net.…`.
+        fresh: Names, in `net`, of the parameters that were drawn because the weights it was loaded from lack them.
 
     Shape: (B, L), int64, to (B, K).
 
     Raises:
-        ValueError: if the configuration has no padding id.
+        ValueError: if the configuration has no padding id, or ids come in another shape.
     """
 
-    def __init__(self, net: nn.Module):
+    def __init__(self, net: nn.Module, fresh: Iterable[str] = ()):
         super().__init__()
         self.net = net
+        self.fresh = tuple(fresh)
         self.padding = getattr(net.config, "pad_token_id", None)
         if self.padding is None:
             raise ValueError(f"the configuration of {type(net).__name__} has no pad_token_id to tell the padding by")
 
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids that the network knows: the rows of its embedding."""
+        return self.net.get_input_embeddings().num_embeddings
+
     def forward(self, ids: Tensor) -> Tensor:
+        if ids.dim() != 2:
+            raise ValueError(f"ids must be the token ids of sentences, (B, L), not of shape {tuple(ids.shape)}")
         mask = ids != self.padding
         seen = mask.any(0)
         return self.net(input_ids=ids[:, seen], attention_mask=mask[:, seen].long()).logits
@@ -284,10 +293,14 @@ def transformer(classes: int | None, in_channels: int | None = None, *, model: s
 
     Shape: (B, L), int64, to (B, K).
 
+    What is drawn because the weights lack it, the head among it, is named in `fresh` of the result; it is empty where
+    there are no weights.
+
     Raises:
         OSError: if there is no such model, or it has no safetensors.
-        ValueError: if the weights lack one of the encoder's, so that it would be random.
+        ValueError: if the safetensors are damaged, or lack one of the encoder's weights, so that it would be random.
     """
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     where = _locate(model)
@@ -310,12 +323,14 @@ def transformer(classes: int | None, in_channels: int | None = None, *, model: s
                 f"no transformer {model!r}: model must be a name on the hub, a folder with a configuration and "
                 f"safetensors, or package:NAME/FOLDER; {error}"
             ) from None
+        except SafetensorError as error:
+            raise ValueError(f"the weights of {model!r} are no safetensors, or damaged: {error}") from None
     absent = [*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]
     # The classifier is fresh, and so may be the pooler between it and the encoder.
     random = sorted(n for n in absent if n.startswith(f"{net.base_model_prefix}.") and ".pooler." not in n)
     if random:
         raise ValueError(f"the weights of {model!r} lack {random[0]}, one of {len(random)} that would be random")
-    return Tokens(net.train())
+    return Tokens(net.train(), [name for name, _ in net.named_parameters() if name in absent])
 
 
 def _locate(where: str | Path) -> str | Path:

@@ -28,7 +28,7 @@ __all__ = ["MIMO", "BatchEnsemble", "FiLMEnsemble", "LoRAEnsemble", "MCDropout",
 
 # The linear layers of self-attention by the names of timm and transformers; a fused one makes q, k and v in this order.
 _FUSED = ("qkv", "Wqkv")
-_ATTENTION = (*(f"{x}_{kind}" for kind in ("proj", "lin") for x in "qkv"), "query", "key", "value", *_FUSED)
+_ATTENTION = (*"qkv", *(f"{x}_{kind}" for kind in ("proj", "lin") for x in "qkv"), "query", "key", "value", *_FUSED)
 
 
 class _Folded(nn.Module):
@@ -170,7 +170,8 @@ class LoRAEnsemble(_Folded):
     .. math:: y_m = W x_m + b + \frac{\alpha}{r} B_m A_m x_m
 
     A starts as a linear layer does and B at zero: all members start with the backbone's own features, and their heads
-    differ. Only A, B and the heads are trained.
+    differ. Only A, B and the heads are trained, and what `backbones.transformer` had to draw because the weights lack
+    it, such as a pooler or a layer before the head: random, it would be of no use frozen. The members share it.
 
     Args:
         backbone: Trained transformer. It is copied, not changed.
@@ -206,6 +207,9 @@ class LoRAEnsemble(_Folded):
             raise ValueError(f"alpha must be a number > 0 or None, not {alpha}")
         factor = 1.0 if alpha is None else alpha / rank
         backbone = copy.deepcopy(backbone).requires_grad_(False)
+        for tokens in (module for module in backbone.modules() if isinstance(module, backbones.Tokens)):
+            for name in tokens.fresh:
+                tokens.net.get_parameter(name).requires_grad_()
         modules = dict(backbone.named_modules(remove_duplicate=False))
         linears = [name for name, module in modules.items() if type(module) is nn.Linear and name != head]
         for name in _targets(linears, targets):

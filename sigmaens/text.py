@@ -20,7 +20,7 @@ from sigmaens import data
 from sigmaens.corruptions import SEVERITIES
 from sigmaens.data import Dataset, Split
 
-__all__ = ["NOISES", "SHARES", "corrupt", "decode", "pad_id", "read", "sst2", "tokenize"]
+__all__ = ["NOISES", "SHARES", "check_ids", "corrupt", "decode", "pad_id", "read", "sst2", "tokenize"]
 
 NOISES = ("typo", "swap", "drop")
 """Kinds of character noise: a neighbour on the keyboard, two neighbouring letters exchanged, a letter left out."""
@@ -50,13 +50,16 @@ def read(path: str | Path) -> tuple[list[str], np.ndarray | None]:
         N sentences, and labels (N,): int64 if all are whole numbers, else float64, as ratings always are.
 
     Raises:
-        ValueError: another name or encoding; no sentences at all; naming file and line, a wrong number of columns, no
-            JSON object with a text, an empty sentence, a NUL byte, a label that is missing or no finite number.
+        ValueError: another name or encoding; a folder; no sentences at all; naming file and line, a wrong number of
+            columns, no JSON object with a text, an empty sentence, a NUL byte, a label that is missing or no finite
+            number.
     """
     path = Path(path)
     ending = next((ending for ending in _FORMATS if path.name.endswith(ending)), None)
     if ending is None:
         raise ValueError(f"{path}: the name must end in one of {', '.join(_FORMATS)}")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder, where a file of sentences is expected")
     # Not splitlines, which breaks lines at eight more characters that sentences may hold.
     lines = _text(path).removesuffix("\n").split("\n")
     header = int(ending == ".tsv" and lines[0].rstrip("\r") == "sentence\tlabel")
@@ -173,6 +176,29 @@ def pad_id(model: str) -> int:
     if pad is None:
         raise ValueError(f"the tokeniser of {model!r} has no token for padding")
     return pad
+
+
+def check_ids(dataset: Dataset, model: str, *, padding: int, vocabulary: int) -> None:
+    """Check that a data set's token ids are ids of a network's own, as far as numbers tell.
+
+    Args:
+        dataset: Of token ids.
+        model: Name of the network.
+        padding: Id that the network takes for padding.
+        vocabulary: Number of ids that the network knows.
+
+    Raises:
+        ValueError: the ids are padded with another id, or there are larger ones; tokeniser and network are named.
+    """
+    names = f"tokenizer {dataset.card.get('tokenizer')!r} and network {model!r} do not belong together"
+    pad = dataset.card["pad"]
+    if pad != padding:
+        raise ValueError(f"{names}: the sentences are padded with {pad}, and the network takes {padding} for padding")
+    splits = (dataset.train, dataset.validation, dataset.test, *([dataset.rated] if dataset.rated else []))
+    arrays = [*(split.inputs for split in splits), *dataset.ood.values(), *dataset.corrupted.values()]
+    largest = max(int(ids.max(initial=0)) for ids in arrays)
+    if largest >= vocabulary:
+        raise ValueError(f"{names}: there are ids up to {largest}, and the network knows 0 … {vocabulary - 1}")
 
 
 def decode(dataset: Dataset, rows: np.ndarray) -> list[str]:

@@ -44,6 +44,7 @@ from .ensemble import SigmaEnsemble, load, parameter_groups
 from .layers import SynchronizedBatchNorm
 from .losses import diversity_loss, member_cross_entropy
 from .slim import Settling, close
+from .text import check_ids
 
 __all__ = [
     "Recipe",
@@ -656,7 +657,10 @@ def _example(dataset: datasets.Dataset) -> Tensor:
 
 def _backbone(dataset: datasets.Dataset, settings: dict[str, Any]) -> nn.Module:
     channels = None if dataset.is_text else 3 if dataset.is_streamed else dataset.train.inputs.shape[3]
-    return backbones.build(classes=len(dataset.classes), in_channels=channels, **settings["backbone"])
+    net = backbones.build(classes=len(dataset.classes), in_channels=channels, **settings["backbone"])
+    if dataset.is_text and isinstance(net, backbones.Tokens):
+        check_ids(dataset, settings["backbone"]["model"], padding=net.padding, vocabulary=net.vocabulary)
+    return net
 
 
 def _seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 
 import pytest
 import torch
@@ -309,6 +310,36 @@ def test_an_encoder_that_would_be_random_is_refused(folder):
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ValueError, match=message):
             backbones.build("transformer", 2, None, model=folder)
+
+
+def test_what_the_weights_lack_is_named(folder, minilm):
+    from safetensors.torch import load_file
+
+    head = ("classifier.weight", "classifier.bias")
+    assert minilm.fresh == head
+    assert backbones.build("transformer", 2, None, model=folder).fresh == ()
+    assert backbones.build("transformer", 5, None, model=folder).fresh == head  # there, of another shape
+    assert backbones.build("transformer", 5, None, model=folder, pretrained=False).fresh == ()
+    encoder = {n: t for n, t in load_file(folder / "model.safetensors").items() if ".encoder." in n or "embed" in n}
+    save_file(encoder, folder / "model.safetensors", metadata={"format": "pt"})
+    net = backbones.build("transformer", 2, None, model=folder)
+    assert net.fresh == ("bert.pooler.dense.weight", "bert.pooler.dense.bias", *head)
+
+
+@pytest.mark.parametrize("kept", [slice(0), slice(40), slice(-1), slice(1, None)])
+def test_damaged_weights_are_refused_by_their_folder(kept, folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[kept])
+    with pytest.raises(ValueError, match=f"the weights of '{folder}' are no safetensors, or damaged: .*header"):
+        backbones.build("transformer", 2, None, model=str(folder))
+
+
+def test_token_ids_come_in_rows(folder):
+    net = backbones.build("transformer", 2, None, model=folder)
+    assert net.vocabulary == 50
+    for shape in ((6,), (2, 6, 1), ()):
+        with pytest.raises(ValueError, match=rf"\(B, L\), not of shape {re.escape(str(shape))}"):
+            net(torch.ones(shape, dtype=torch.int64))
 
 
 def test_pickled_weights_are_not_read(folder):

@@ -50,6 +50,12 @@ def written(folder, name, content, encoding="utf-8"):
     return path
 
 
+def test_a_folder_named_as_a_file_is_refused(tmp_path):
+    (tmp_path / "a.tsv").mkdir()
+    with pytest.raises(ValueError, match=r"a\.tsv is a folder, where a file of sentences is expected"):
+        text.read(tmp_path / "a.tsv")
+
+
 @pytest.mark.parametrize("header", ["", "sentence\tlabel\n"])
 @pytest.mark.parametrize("end", ["", "\n"])
 def test_tsv_is_read_with_and_without_header_and_quotes_are_text(tmp_path, header, end):
@@ -287,6 +293,27 @@ def test_packages_without_the_folder_are_named(name):
 def test_folders_without_a_tokenizer_are_named(tmp_path):
     with pytest.raises(ValueError, match=f"no tokeniser '{tmp_path}'"):
         text.pad_id(str(tmp_path))
+
+
+def test_ids_of_another_vocabulary_are_refused():
+    names = "tokenizer 'words' and network 'net' do not belong together"
+    splits = [data.Split(np.full((2, 3), 5 + i, np.int32), np.arange(2)) for i in range(3)]
+    empty = np.zeros((0, 3), np.int32)
+    for where in ("test", "ood", "corrupted", "rated"):
+        high = np.array([[1, 39, 0]], np.int32)
+        dataset = data.Dataset(
+            *splits[:2],
+            data.Split(high, np.zeros(1, np.int64)) if where == "test" else splits[2],
+            ood={"far": high if where == "ood" else empty},
+            corrupted={("typo", 1): high if where == "corrupted" else empty},
+            card={"kind": "text", "pad": 0, "tokenizer": "words"},
+            rated=data.Split(high, np.zeros(1)) if where == "rated" else None,
+        )
+        text.check_ids(dataset, "net", padding=0, vocabulary=40)
+        with pytest.raises(ValueError, match=f"{names}: there are ids up to 39, and the network knows 0 … 38"):
+            text.check_ids(dataset, "net", padding=0, vocabulary=39)
+    with pytest.raises(ValueError, match=f"{names}: the sentences are padded with 0, and the network takes 1"):
+        text.check_ids(dataset, "net", padding=1, vocabulary=40)
 
 
 def test_tokenizers_without_padding_are_refused(tmp_path):

@@ -648,6 +648,27 @@ def sentences(rows=41, seed=0):
     return data.Dataset(split, split, split, ood={}, corrupted={}, card=card)
 
 
+@pytest.mark.parametrize("method", ["single", "sigma", "lora_ensemble"])
+def test_a_network_of_other_tokens_than_the_sentences_is_refused(method, tmp_path):
+    from transformers import BertConfig
+
+    dataset = sentences()
+    dataset.card["tokenizer"] = "words"
+
+    def build(**options):
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+        BertConfig(**sizes, **options).save_pretrained(tmp_path)
+        backbone = {"name": "transformer", "model": str(tmp_path), "pretrained": False}
+        settings = {"members": 2, "head": "net.classifier", "sigma": {"regularize": "*"}, "backbone": backbone}
+        return baselines.build(method, lambda: training._backbone(dataset, settings), settings)
+
+    assert build(vocab_size=30)(dataset.tensor(dataset.test.inputs[:3])).shape[::2] == (3, 2)
+    with pytest.raises(ValueError, match=f"'words' and network '{tmp_path}' .* ids up to 29, .* knows 0 … 28"):
+        build(vocab_size=29)
+    with pytest.raises(ValueError, match=f"'words' and network '{tmp_path}' .* padded with 0, .* takes 1"):
+        build(vocab_size=30, pad_token_id=1)
+
+
 class Reader(torch.nn.Module):
     """Mean of embeddings over what is not padding, a norm and a head; counts the tokens it reads."""
 
