@@ -390,7 +390,9 @@ def _walk_set(entry: sources.Known, part: str) -> Iterator[tuple[str, str, Image
             yield label, file, image.convert("RGB")
         return
     named, seen = dict(zip(entry.folders, entry.classes, strict=True)), set()
-    for label, file, image in _walk_folder(folder):
+    for count, (label, file, image) in enumerate(_walk_folder(folder), 1):
+        if count > entry.sizes[part]:
+            raise ValueError(f"{folder} holds more images than {name}, which has {entry.sizes[part]:,}")
         if label not in named:
             raise ValueError(f"{folder} has a folder {label}, which is no class of {entry.name}: {list(named)}")
         seen.add(label)

@@ -8,6 +8,7 @@ import http.server
 import io
 import os
 import pickle
+import shutil
 import socket
 import struct
 import tarfile
@@ -473,6 +474,11 @@ def foreign_class(home, archive, monkeypatch):
     (home / "cifar10/test/frog").rename(home / "cifar10/test/toad")
 
 
+def too_many_images(home, archive, monkeypatch):
+    write_folder(home / "cifar10")
+    shutil.copy(next((home / "cifar10/test/frog").iterdir()), home / "cifar10/test/frog/another.png")
+
+
 def fewer_images(home, archive, monkeypatch):
     (home / "cifar.tar.gz").write_bytes(archive.read_bytes())
     entry = sources.CATALOGUE["cifar10"]
@@ -490,6 +496,7 @@ def fewer_images(home, archive, monkeypatch):
         (missing_batch, r"batches lacks test_batch: delete the folder"),
         (missing_class, r"cifar10/test lacks the classes \['frog'\] of cifar10"),
         (foreign_class, r"cifar10/test has a folder toad, which is no class of cifar10"),
+        (too_many_images, r"cifar10/test holds more images than cifar10/test, which has 40"),
         (fewer_images, r"cifar\.tar\.gz holds 40 images and 40 labels; cifar10/test has 41"),
     ],
 )
