@@ -371,6 +371,9 @@ def _kernel() -> Iterator[type]:
         settings = Path(folder, "matplotlibrc")
         settings.touch()
         environment = {
+            # glibc takes blocks beyond 32 MiB from the system every time, whose zeroing can take as long as a pass.
+            "MALLOC_MMAP_MAX_": "0",
+            "MALLOC_TRIM_THRESHOLD_": str(2**34),
             **os.environ,
             "IPYTHONDIR": folder,
             "MATPLOTLIBRC": str(settings),

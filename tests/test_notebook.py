@@ -93,6 +93,18 @@ def test_a_notebook_imports_the_code_of_its_own_project(project, tmp_path, monke
     assert shown == "'a project'"
 
 
+@pytest.mark.parametrize("own", [None, "65536"])
+def test_large_blocks_are_kept_unless_the_user_says_otherwise(project, monkeypatch, own):
+    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
+    monkeypatch.delenv("MALLOC_MMAP_MAX_", raising=False)
+    if own is not None:
+        monkeypatch.setenv("MALLOC_MMAP_MAX_", own)
+    write_clean(project, "import os\nos.environ['MALLOC_MMAP_MAX_'], os.environ['MALLOC_TRIM_THRESHOLD_']")
+    assert main() == 0
+    shown = nbformat.read("out/n.ipynb", as_version=4).cells[-1].outputs[0].data["text/plain"]
+    assert shown == f"('{own or 0}', '{2**34}')"
+
+
 def test_ids_belong_to_contents_and_are_unique(project):
     write_clean(project, "a", "b", "b")
     first = [cell.id for cell in nbformat.read(".clean/n.ipynb", as_version=4).cells]
