@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -160,7 +161,9 @@ def prepare(threads: int) -> None:
 def conditions(setting: Mapping[str, object], rounds: int, clock: str) -> str:
     """Describe the machine and the setting of a table."""
     about = machine()
-    what = ", ".join(f"{name} {value}" for name, value in setting.items())
+    # What glibc was told to do with memory decides how long large blocks take.
+    told = {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")}
+    what = ", ".join(f"{name} {value}" for name, value in {**setting, **told}.items())
     return (
         f"{about['cpu']}, {about['cores']} cores, {about['threads']} thread(s), torch {about['torch']}; {what}, "
         f"{clock} time, n = {rounds} rounds:"
