@@ -16,21 +16,17 @@ from sigmaens.losses import member_cross_entropy
 LENGTHS = [7, 4, 6]
 
 
-def bert(dropout=0.1):
-    from transformers import BertConfig, BertForSequenceClassification
+def encoder(kind, **options):
+    import transformers
 
-    config = BertConfig(
-        vocab_size=40,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=12,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        num_labels=3,
-    )
-    return BertForSequenceClassification(config)
+    size = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    size |= {"intermediate_size": 24, "max_position_embeddings": 12}
+    config = getattr(transformers, f"{kind}Config")(**size, **options, num_labels=3)
+    return getattr(transformers, f"{kind}ForSequenceClassification")(config)
+
+
+def bert(dropout=0.1):
+    return encoder("Bert", hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
 
 
 def distilbert(dropout=0.1):
@@ -52,20 +48,8 @@ def distilbert(dropout=0.1):
 
 
 def mpnet(dropout=0.1):
-    from transformers import MPNetConfig, MPNetForSequenceClassification
-
-    config = MPNetConfig(
-        vocab_size=40,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=12,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=0.0,  # a layer of its own, which MC-Dropout refuses
-        num_labels=3,
-    )
-    return MPNetForSequenceClassification(config)
+    # Dropout of attention is a layer of its own there, which MC-Dropout refuses.
+    return encoder("MPNet", hidden_dropout_prob=dropout, attention_probs_dropout_prob=0.0)
 
 
 def vit(dropout=0.1):
