@@ -27,7 +27,8 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 class Contender:
     """A network with its images, its training loss and its optimiser; `autocast` is the precision it runs in.
 
-    A network with `at_once` members learns chunk by chunk, as in the training loop: `loss` is then that of a chunk.
+    A network with `at_once` members learns chunk by chunk, as in the training loop, but where it is to learn as a
+    `whole`: `loss` is then that of a chunk.
     `penalty` is added to it once a step.
     """
 
@@ -37,6 +38,7 @@ class Contender:
     optimizer: torch.optim.Optimizer
     autocast: torch.dtype | None = None
     penalty: Callable[[], Tensor] | None = None
+    whole: bool = False
 
     def train(self) -> None:
         """Take a training step: forward and backward pass, and a step of the optimiser."""
@@ -63,7 +65,7 @@ class Contender:
 
     def _passes(self) -> Iterator[tuple[float, Tensor]]:
         """Yield logits and the share of the members they are of."""
-        if getattr(self.network, "at_once", None) is None:
+        if self.whole or getattr(self.network, "at_once", None) is None:
             yield 1.0, self.network(self.images)
         else:
             for logits in self.network.chunks(self.images):

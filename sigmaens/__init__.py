@@ -10,6 +10,7 @@ _HOMES = {
     "layers": ("SigmaNorm",),
     "losses": ("diversity_loss", "member_cross_entropy"),
     "slim": ("SlimEnsemble", "with_uncertainty"),
+    "trainer": ("ForTrainer",),
     "uncertainty": ("decompose", "disagreement", "diversity_ratio", "jensen_gap", "ood_scores", "pairwise_kl"),
 }
 __all__ = sorted(name for names in _HOMES.values() for name in names)

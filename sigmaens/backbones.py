@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -250,33 +250,46 @@ def timm_network(
     """Return a network of timm with a fresh head.
 
     Args:
-        classes: Number of classes K. None, or the model's own number, keeps the head that the weights bring.
+        classes: Number of classes K. None, or the number of the weights, keeps the head that these bring; weights of
+            no head need a K.
         in_channels: Channels of the images.
         model: Name by which timm creates it.
         weights: None draws them; "hub" downloads those that timm names; else a file of tensors, .safetensors or, as
             torch saves them, .pt, .pth or .bin, given as a path or as `package:NAME/PATH`, which lies in an installed
-            Python package. Of what torch
-            saves, names that differ do not matter where all shapes agree in order.
+            Python package. The head may have any number of classes. What a training script saves besides the
+            weights, under `state_dict` or `model`, is ignored, and averaged weights (`…_ema`) go first, as in timm.
+            Of what torch saves, names that differ do not matter where all shapes agree in order.
         size: Height and width, in pixels, to which images are resized before the network; None leaves them.
 
     Shape: (B, in_channels, H, W) to (B, K).
 
     Raises:
-        ValueError: if timm has no such model, or the weights are not the model's; the first difference is named.
+        ValueError: if timm has no such model, or the weights are not the model's (the first difference is named) or
+            have no head while `classes` is None.
         OSError: if there are no such weights.
     """
     import timm
 
-    own = {} if weights or classes is None else {"num_classes": classes}
-    try:
-        with _quiet() if weights == "hub" else contextlib.nullcontext():
-            net = timm.create_model(model, pretrained=weights == "hub", in_chans=in_channels, **own)
-    except RuntimeError as error:
-        raise ValueError(f"model {model!r}: {error}") from None
-    except OSError as error:
-        raise OSError(f"no weights of {model!r} on the hub, nor a copy here: {error}") from None
+    def create(**head: int) -> nn.Module:
+        try:
+            with _quiet() if weights == "hub" else contextlib.nullcontext():
+                return timm.create_model(model, pretrained=weights == "hub", in_chans=in_channels, **head)
+        except RuntimeError as error:
+            raise ValueError(f"model {model!r}: {error}") from None
+        except OSError as error:
+            raise OSError(f"no weights of {model!r} on the hub, nor a copy here: {error}") from None
+
+    net = create(**({} if weights or classes is None else {"num_classes": classes}))
     if weights not in (None, "hub"):
-        _load(net, weights)
+        state = _read(weights)
+        ordered = not str(weights).endswith(".safetensors")  # these lie in the order of their names, not of the layers
+        own, brought = net.num_classes, _classes(net, state, ordered)
+        if brought != own:
+            # Resetting the head would not do: some networks of timm lose a second head by it.
+            net = create(num_classes=brought)
+        _load(net, state, ordered, weights)
+        if classes is None and brought == 0 != own:
+            raise ValueError(f"{weights} has no head, so classes must say how many a fresh one is to have")
     if classes not in (None, net.num_classes):
         net.reset_classifier(classes)
     return net if size is None else Resized(net, size)
@@ -347,49 +360,101 @@ def _locate(where: str | Path) -> str | Path:
     return path
 
 
-def _load(net: nn.Module, weights: str | Path) -> None:
-    """Load a file of tensors by their names or, if none of the model's stands at another's place, by their order."""
-    path = Path(_locate(weights))
-    if not path.is_file():
-        raise FileNotFoundError(f"no weights {path}: expected a file, package:NAME/PATH or 'hub'")
-    state, expected = _read(path), net.state_dict()
-    places = dict(zip(expected, state, strict=False))
-    # Safetensors lie in the order of their names, not of the layers.
-    if path.suffix == ".safetensors" or any(name != other and other in expected for name, other in places.items()):
-        places = {name: name for name in expected if name in state}
+def _classes(net: nn.Module, state: Mapping[str, Tensor], ordered: bool) -> int:
+    """Return for how many classes a file's head is: 0 if the head is all it lacks, timm's number if it cannot be told.
+
+    The head is where timm says that the network's classifiers are, of which the first counts.
+    """
+    heads = net.default_cfg.get("classifier") or ()
+    heads = [f"{head}.weight" for head in ((heads,) if isinstance(heads, str) else heads)]
+    expected, state = _uncounted(net.state_dict()), _uncounted(state)
+    places = _places(expected, state, ordered)
+    for head in heads:
+        found = state.get(places.get(head, head))
+        if found is not None and found.dim():
+            return len(found)
+    bare = len(places) == len(state) and any(head in expected for head in heads)
+    return 0 if bare else net.num_classes
+
+
+def _load(net: nn.Module, state: Mapping[str, Tensor], ordered: bool, weights: str | Path) -> None:
+    """Load the tensors of a file, of which the norms' counts of batches may be absent or too many."""
+    expected, found = _uncounted(net.state_dict()), _uncounted(state)
+    places = _places(expected, found, ordered)
     for name, tensor in expected.items():
         if name not in places:
             raise ValueError(f"{weights} is not of this model: it lacks {name} {tuple(tensor.shape)}")
-        found = state[places[name]]
-        if found.shape != tensor.shape:
+        other = found[places[name]]
+        if other.shape != tensor.shape:
             raise ValueError(
-                f"{weights} is not of this model: its {places[name]} {tuple(found.shape)} stands where {name} "
+                f"{weights} is not of this model: its {places[name]} {tuple(other.shape)} stands where {name} "
                 f"{tuple(tensor.shape)} belongs"
             )
-    unknown = [name for name in state if name not in places.values()]
+    unknown = [name for name in found if name not in places.values()]
     if unknown:
         raise ValueError(f"{weights} is not of this model: it has an unknown {unknown[0]}, one of {len(unknown)}")
-    net.load_state_dict({name: state[other] for name, other in places.items()})
+    counts = [name for name in net.state_dict() if name not in expected]
+    others = [name for name in state if name not in found]
+    renamed = any(name != other for name, other in places.items())
+    if renamed and len(counts) == len(others):
+        places |= dict(zip(counts, others, strict=True))
+    else:
+        places |= {name: name for name in counts if name in others}
+    net.load_state_dict({name: state[other] for name, other in places.items()}, strict=False)
 
 
-def _read(path: Path) -> Mapping[str, Tensor]:
-    """Return the tensors of a file by name, in the file's order; nothing else is unpickled."""
+def _uncounted(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors but for the norms' counts of batches: integers or, where averaged as floats, told by name."""
+    return {
+        name: tensor
+        for name, tensor in state.items()
+        if tensor.dim() or (tensor.dtype != torch.int64 and not name.endswith("num_batches_tracked"))
+    }
+
+
+def _places(expected: Collection[str], state: Collection[str], ordered: bool) -> dict[str, str]:
+    """Return what each of the model's names is in a file: itself or, if none stands at another's place, by order."""
+    places = dict(zip(expected, state, strict=False))
+    if not ordered or any(name != other and other in expected for name, other in places.items()):
+        return {name: name for name in expected if name in state}
+    return places
+
+
+def _read(weights: str | Path) -> dict[str, Tensor]:
+    """Return the tensors of a file by name, in the file's order; nothing else is unpickled.
+
+    They are taken out of what training scripts save around them, and of the prefixes that wrapped networks add.
+    """
+    path = Path(_locate(weights))
+    if not path.is_file():
+        raise FileNotFoundError(f"no weights {path}: expected a file, package:NAME/PATH or 'hub'")
     if path.suffix == ".safetensors":
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         try:
-            return load_file(path)
+            state = load_file(path)
         except SafetensorError as error:
             raise ValueError(f"{path} is no safetensors file: {error}") from None
-    if path.suffix not in (".pt", ".pth", ".bin"):
+    elif path.suffix in (".pt", ".pth", ".bin"):
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever an unpickler makes of the bytes
+            raise ValueError(f"{path} is no file of tensors alone ({type(error).__name__})") from error
+    else:
         raise ValueError(f"weights must be .safetensors, .pt, .pth or .bin, not {path.name!r}")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever an unpickler makes of the bytes
-        raise ValueError(f"{path} is no file of tensors alone ({type(error).__name__})") from error
-    if not isinstance(state, Mapping) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+    if isinstance(state, Mapping):
+        inside = (state.get(key) for key in ("state_dict_ema", "model_ema", "state_dict", "model"))
+        state = next((found for found in inside if isinstance(found, Mapping)), state)
+    if not isinstance(state, Mapping) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items()
+    ):
         raise ValueError(f"{path} must hold tensors by name, a network's state_dict()")
+    state = dict(state)
+    # Compiled and parallel networks may wrap each other in either order.
+    for prefix in ("_orig_mod.", "module.", "_orig_mod."):
+        if all(name.startswith(prefix) for name in state):
+            state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
     return state
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .ensemble import SigmaEnsemble, folded
+from .ensemble import SigmaEnsemble
+from .folding import by_keywords, plain
 from .peers import MIMO, BatchEnsemble, FiLMEnsemble, LoRAEnsemble, Masksembles, MCDropout, PackedEnsemble
 
 __all__ = ["METHODS", "PEERS", "DeepEnsemble", "build", "sigma_settings"]
@@ -38,7 +39,7 @@ class DeepEnsemble(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the members' logits, shape (B, M, K), for arguments as `SigmaEnsemble.forward` takes them."""
-        return torch.cat([folded(net, 1, args, kwargs) for net in self.nets], dim=1)
+        return torch.stack([plain(net, *by_keywords(args, kwargs)) for net in self.nets], dim=1)
 
 
 def build(method: str, backbone: Callable[[], nn.Module], settings: dict[str, Any]) -> nn.Module:

@@ -4,53 +4,62 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
+import functools
 import os
-import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
-from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from .layers import MemberHead, Pass, SigmaNorm, check_members, is_supported_norm, looks_like_norm, remember, running
+from .checkpoint import load, save
+from .folding import Proof, batch_of, by_keywords, copied, fold, mapped, plain, prove, structure
+from .layers import MemberHead, Pass, Running, SigmaNorm, UnprovedRows, check_members, looks_like_norm, unsupported
 
 if TYPE_CHECKING:
     from .slim import SlimEnsemble
 
 __all__ = ["SigmaEnsemble", "load", "parameter_groups", "save"]
 
-FORMAT_VERSION = 1
 _RANK_ONE = (".r_group", ".s_group")  # BatchEnsemble's vectors r and s, by TorchUncertainty's names
+_LINKS = ("softmax", "sigmoid")
 
 
 class SigmaEnsemble(nn.Module):
     """Hide an ensemble in one network: members share every weight and own only their normalisation layers.
 
-    Every norm of the backbone becomes a `SigmaNorm`, and the layer named by `head` becomes M heads. The batch is
-    repeated M times, member slowest, and runs through the backbone as one batch, so the cost is M forward passes;
-    only parameters are saved. Where that takes too much memory, `at_once` members at a time do.
+    Every norm of the backbone becomes a `SigmaNorm`, and the layer named by `head` becomes M heads. The cost is M
+    forward passes; only parameters are saved.
+
+    One after the other, members are right for any backbone: each pass is the plain backbone on the caller's own
+    arguments, with one member's gates and statistics. Folded into one batch, member slowest, they are often faster. By
+    default the first call with arguments of a new structure runs the members both ways and compares; where both agree,
+    later passes are folded, and where they do not, members run one by one. `repr` says which, and why.
 
     Args:
-        backbone: Any network with BatchNorm, LayerNorm, GroupNorm or RMSNorm layers. It is copied, not changed.
+        backbone: Any network with norm layers that `SigmaNorm` takes. It is copied, not changed.
         members: Number of members M ≥ 1.
         head: Dotted name of the linear layer that becomes M member heads (a norm, then a fresh linear layer).
             None keeps the output layer, shared by all members.
         regularize: `fnmatch` pattern or patterns over the names of the σNorm layers; the layers matched are the R
             of the diversity loss, for example `"*.bn2"`. The others are σNorm too.
+        skip: Pattern or patterns over the names of norm layers that stay as they are, shared by all members.
         std: Standard deviation of the initial scale logits γ.
-        at_once: How many members run in one pass, an integer ≥ 1, or None for all. It may be set later, changes
-            nothing but time and memory, and is not saved. Evaluation then takes the memory of one such chunk;
-            for training, see `chunks`.
+        pretrained: Convert a trained backbone; see `from_pretrained`.
+        link: How logits become probabilities: "softmax" over the classes, or "sigmoid" for each logit by itself, as
+            for a single logit or several labels.
+        at_once: How many members run in one pass: None for what the proof allows, 1 for one by one, an integer or
+            "all" for that many folded, with an error where the proof fails. It may be set later, changes nothing but
+            time and memory, and is not saved. See `chunks` for training.
 
-    Shape: inputs with B rows to logits (B, M, K).
+    Shape: inputs with B rows to logits (B, M, K), or (B, M, K, …) of a backbone with outputs (B, K, …).
 
     Raises:
-        ValueError: if the backbone has no norm layer, `head` or `regularize` matches nothing, or `members` or
-            `at_once` < 1.
-        TypeError: if the backbone has a norm that cannot be gated; it is named.
+        ValueError: if the backbone has no norm layer, `head`, `regularize` or `skip` matches nothing, or `members`,
+            `link` or `at_once` is none of those allowed.
+        TypeError: if the backbone has a norm that cannot be gated, or cannot be copied; what is in the way is named.
 
     Source: paper, section 3.
 
@@ -63,7 +72,7 @@ class SigmaEnsemble(nn.Module):
         ['1', '3.norm']
     """
 
-    _at_once: int | None = None
+    _at_once: int | str | None = None
 
     def __init__(
         self,
@@ -72,23 +81,61 @@ class SigmaEnsemble(nn.Module):
         *,
         head: str | None = None,
         regularize: str | Iterable[str] = "*",
+        skip: str | Iterable[str] = (),
         std: float = 1.0,
-        at_once: int | None = None,
+        pretrained: bool = False,
+        link: str = "softmax",
+        at_once: int | str | None = None,
     ):
         super().__init__()
-        self._build(backbone, members, head, regularize, std, at_once, pretrained=False)
+        check_members(members)
+        if link not in _LINKS:
+            raise ValueError(f"link must be one of {_LINKS}, not {link!r}")
+        if not isinstance(backbone, nn.Module):
+            raise TypeError(f"backbone must be a torch module, not {type(backbone).__name__}")
+        if any(isinstance(module, (SigmaNorm, MemberHead)) for module in backbone.modules()):
+            raise TypeError("the backbone already has σNorm layers")
+        self.members, self.head, self.link, self.at_once = members, head, link, at_once
+        if head is not None:
+            linears = [name for name, module in backbone.named_modules() if type(module) is nn.Linear]
+            if head not in linears:
+                raise ValueError(f"head {head!r} is no linear layer of the backbone; the last are {linears[-3:]}")
+        norms = {n: m for n, m in backbone.named_modules(remove_duplicate=False) if looks_like_norm(m)}
+        skipped = matching(norms, skip, "skip", "norm layers") if skip else ()
+        names = [name for name in norms if name not in skipped]
+        for name in names:
+            if problem := unsupported(norms[name]):
+                kind = f"{type(norms[name]).__module__}.{type(norms[name]).__name__}"
+                raise TypeError(f"layer {name!r}, a {kind}, {problem}; skip={name!r} leaves it as it is")
+        backbone = copied(backbone)
+        _check_forwards(backbone)
+        gated: dict[nn.Module, SigmaNorm] = {}
+        first = next((p for p in backbone.parameters() if p.is_floating_point()), None)
+        for name in names:
+            module = backbone.get_submodule(name)
+            if isinstance(module, SigmaNorm):  # by another name of the layer above it
+                continue
+            if module not in gated:
+                gated[module] = SigmaNorm(module, members, std=std, pretrained=pretrained)
+                if first is not None and not module.state_dict():
+                    gated[module].to(first)  # a norm without tensors computes in the precision of its input
+            backbone = replace(backbone, name, gated[module])
+        if not gated:
+            raise ValueError(f"{type(backbone).__name__} has no normalisation layers, so there is nothing to gate")
+        if head is not None:
+            batch_norm = any(layer.normalizes_batch for layer in gated.values())
+            linear = backbone.get_submodule(head)
+            backbone = replace(backbone, head, MemberHead(linear, members, batch_norm=batch_norm, std=std))
+        self.backbone = backbone
+        self.regularized = matching(self._layers(), regularize)
+        running = Running()
+        for name, layer in self._layers().items():
+            layer.label, layer.running = name, running
+        self._proofs: dict[Any, Proof] = {}
+        self.training = backbone.training
 
     @classmethod
-    def from_pretrained(
-        cls,
-        backbone: nn.Module,
-        members: int = 4,
-        *,
-        head: str | None = None,
-        regularize: str | Iterable[str] = "*",
-        std: float = 1.0,
-        at_once: int | None = None,
-    ) -> SigmaEnsemble:
+    def from_pretrained(cls, backbone: nn.Module, members: int = 4, **options: Any) -> SigmaEnsemble:
         """Convert a trained backbone so that every member starts as its exact function, up to the head.
 
         Arguments as for the class; `std` then concerns the fresh heads alone. With `head=None` the whole output is
@@ -97,74 +144,34 @@ class SigmaEnsemble(nn.Module):
 
         Source: paper, section on conversion; exact here for scales of any sign, zero and above 1 too.
         """
-        self = cls.__new__(cls)
-        nn.Module.__init__(self)
-        self._build(backbone, members, head, regularize, std, at_once, pretrained=True)
-        return self
-
-    def _build(self, backbone, members, head, regularize, std, at_once, *, pretrained):
-        check_members(members)
-        if not isinstance(backbone, nn.Module):
-            raise TypeError(f"backbone must be a torch module, not {type(backbone).__name__}")
-        if any(isinstance(module, (SigmaNorm, MemberHead)) for module in backbone.modules()):
-            raise TypeError("the backbone already has σNorm layers")
-        backbone = copy.deepcopy(backbone)
-        self.members = members
-        self.head = head
-        self.at_once = at_once
-
-        if head is not None:
-            linears = [name for name, module in backbone.named_modules() if type(module) is nn.Linear]
-            if head not in linears:
-                raise ValueError(f"head {head!r} is no linear layer of the backbone; the last are {linears[-3:]}")
-        gated: dict[int, SigmaNorm] = {}
-        places = dict(backbone.named_modules(remove_duplicate=False))
-        for name, module in places.items():
-            if is_supported_norm(module):
-                if id(module) not in gated:
-                    gated[id(module)] = SigmaNorm(module, members, std=std, pretrained=pretrained)
-                backbone = replace(backbone, name, gated[id(module)])
-            elif looks_like_norm(module):
-                kind = f"{type(module).__module__}.{type(module).__name__}"
-                raise TypeError(f"layer {name!r} is a {kind}, which has no σNorm: see SigmaNorm for those that have")
-        if not gated:
-            raise ValueError(f"{type(backbone).__name__} has no normalisation layers, so there is nothing to gate")
-        if head is not None:
-            batch_norm = any(layer.normalizes_batch for layer in gated.values())
-            linear = backbone.get_submodule(head)
-            backbone = replace(backbone, head, MemberHead(linear, members, batch_norm=batch_norm, std=std))
-        self.backbone = backbone
-
-        names = list(self._layers())
-        self.regularized = matching(names, regularize)
-        for name, layer in self._layers().items():
-            layer.label = name
-        self.training = backbone.training
+        return cls(backbone, members, pretrained=True, **options)
 
     @property
-    def at_once(self) -> int | None:
-        """How many members run in one pass, or None for all."""
+    def at_once(self) -> int | str | None:
+        """How many members run in one pass: None for what the proof allows, an integer, or "all"."""
         return self._at_once
 
     @at_once.setter
-    def at_once(self, at_once: int | None) -> None:
-        if at_once is not None and (isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 1):
-            raise ValueError(f"at_once must be an integer ≥ 1, or None for all members, not {at_once!r}")
+    def at_once(self, at_once: int | str | None) -> None:
+        whole = isinstance(at_once, int) and not isinstance(at_once, bool) and at_once >= 1
+        if not (at_once is None or at_once == "all" or whole):
+            raise ValueError(f'at_once must be an integer ≥ 1, "all", or None for what is proved, not {at_once!r}')
         self._at_once = at_once
 
     def _layers(self) -> dict[str, SigmaNorm]:
         return {name: layer for name, layer in self.backbone.named_modules() if isinstance(layer, SigmaNorm)}
 
+    @property
+    def _running(self) -> Running:
+        return next(iter(self._layers().values())).running
+
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the members' logits, shape (B, M, K).
 
-        Every tensor argument whose first dimension is B, that of the first tensor found, is repeated for the
-        members, in nested lists and mappings too; anything else is passed as it is. A mapping given as the only
-        argument, such as a tokenizer's batch, is passed by keywords. Of a backbone that returns more than a tensor,
-        `.logits` is taken, or else its first tensor with a row for each input row.
-
-        Inside the backbone the batch must stay the first dimension. A norm that sees it elsewhere, as in
-        sequence-first transformers, is refused by name; only a sequence exactly M·B long cannot be told from a batch.
+        Arguments are the backbone's own; a mapping given as the only one, such as a tokenizer's batch, is passed by
+        keywords. Every pass gets copies of the tensors, since the backbone may write into them. Folded, those with as
+        many rows as the first are repeated. Of a backbone that returns more than a tensor, `.logits` is taken, or else
+        its first tensor that is no single number.
         """
         logits = list(self.chunks(*args, **kwargs))
         return logits[0] if len(logits) == 1 else torch.cat(logits, dim=1)
@@ -186,25 +193,92 @@ class SigmaEnsemble(nn.Module):
             >>> ens.backbone[1].gamma.grad.any(dim=1).sum().item()  # members with a gradient
             64
         """
-        layers, size = self._layers().values(), self.at_once or self.members
-        if size >= self.members:
-            yield folded(self.backbone, self.members, args, kwargs, layers)
-            return
+        args, kwargs = by_keywords(args, kwargs)
+        proof = self._proof(args, kwargs)
+        size = 1
+        if proof is not None and not proof.reason:
+            size = min(self.members, self.at_once) if isinstance(self.at_once, int) else self.members
         for first in range(0, self.members, size):
-            present = slice(first, min(first + size, self.members))
-            yield folded(self.backbone, present.stop - first, args, kwargs, layers, present)
+            yield from self._run(first, min(size, self.members - first), args, kwargs, proof)
+
+    def _run(self, first: int, count: int, args: Any, kwargs: Any, proof: Proof | None) -> Iterator[Tensor]:
+        """Run `count` members in one pass, or one by one where they bring rows for which folding was not proved."""
+        running, rows, given = self._running, None, None
+        if count > 1:
+            batch = batch_of((args, kwargs))
+            rows, given = proof.rows_for(batch), fold(args, kwargs, count)
+        else:
+            given = mapped((args, kwargs), Tensor.clone) if self.members > 1 else (args, kwargs)
+        current = Pass(first, count, rows)
+        before = self._statistics() if count > 1 and self.training and self.at_once is None else {}
+        try:
+            with running.run(current):
+                logits = plain(self.backbone, *given)
+        except UnprovedRows as error:
+            if self.at_once is not None:
+                raise ValueError(f"{error}, another number than was proved: at_once=1 runs them one by one") from None
+            proof.distrusted.add(_shapes((args, kwargs)))
+            with torch.no_grad():
+                for tensor, value in before.items():
+                    tensor.copy_(value)
+            for m in range(first, first + count):
+                yield from self._run(m, 1, args, kwargs, None)
+            return
+        if logits.requires_grad and not torch.compiler.is_compiling():
+            # Gradient checkpointing runs layers of this pass again when the gradient comes by here.
+            logits.register_hook(functools.partial(_note, running, current))
+        yield logits.unsqueeze(1) if count == 1 else logits.unflatten(0, (count, -1)).transpose(0, 1)
+
+    def _statistics(self) -> dict[Tensor, Tensor]:
+        if torch.compiler.is_compiling():
+            return {}
+        layers = [layer for layer in self._layers().values() if layer.running_mean is not None]
+        buffers = [b for layer in layers for b in (layer.running_mean, layer.running_var, layer.num_batches_tracked)]
+        return {buffer: buffer.clone() for buffer in buffers if buffer is not None}
+
+    def _proof(self, args: Any, kwargs: Any) -> Proof | None:
+        """Return the proof for arguments of this structure, made on the first call; None to run one by one."""
+        if self.members == 1 or self.at_once == 1:
+            return None
+        batch = batch_of((args, kwargs))
+        key = self.backbone.training, structure((args, kwargs), batch)
+        proof = self._proofs.get(key)
+        if proof is None and not torch.compiler.is_compiling():
+            folded = self.at_once if isinstance(self.at_once, int) else 3
+            proof = self._proofs[key] = prove(self.backbone, min(self.members, folded), args, kwargs)
+        if self.at_once is not None:
+            reason = "call the ensemble once before it is compiled" if proof is None else proof.reason
+            if reason:
+                raise ValueError(
+                    f"at_once={self.at_once!r}: members cannot be folded: {reason}; at_once=1 or None runs them one by "
+                    "one"
+                )
+        elif proof is not None and proof.distrusted and _shapes((args, kwargs)) in proof.distrusted:
+            return None
+        return proof
 
     @torch.no_grad()
     def predict_proba(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the mean of the members' softmax probabilities, shape (B, K), computed in evaluation mode."""
-        modes = {module: module.training for module in self.modules()}
-        self.eval()
-        try:
+        """Return the mean of the members' probabilities, shape (B, K), computed in evaluation mode.
+
+        With `link="softmax"` those of K classes, from outputs (B, K) or dense ones (B, K, H, W); with "sigmoid" one for
+        each logit, whatever their shape.
+
+        Raises:
+            ValueError: if softmax would be meaningless: for a single logit, or where it cannot be told which dimension
+                holds the classes.
+        """
+        with evaluating(self):
             logits = self(*args, **kwargs)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1).mean(1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.link == "sigmoid":
+            return logits.sigmoid().mean(1)
+        if logits.dim() not in (3, 5, 6) or logits.shape[2] == 1:
+            raise ValueError(
+                f"outputs of shape {(len(logits), *logits.shape[2:])} are no logits of classes (B, K) or (B, K, H, W): "
+                'link="sigmoid" takes every logit by itself, as for a single one'
+            )
+        return logits.softmax(2).mean(1)
 
     def gates(self) -> dict[str, Tensor]:
         """Return the gates σ(γ) of every σNorm layer, {layer name: (M, C)}, attached to the graph."""
@@ -269,8 +343,48 @@ class SigmaEnsemble(nn.Module):
             lines.append(
                 f"  {mark} {name:<{width}}  {type(layer.template).__name__:<12} {layer.gamma.shape[1]:>5} features"
             )
-        lines.append(f"  R: regularised, {len(self.regularized)} of {len(layers)} σNorm layers")
+        lines.append(f"  R: regularised, {len(self.regularized)} of {len(layers)} sigma-norm layers")
+        for (training, _), proof in self._proofs.items():
+            how = f"one by one, since {proof.reason}" if proof.reason else "folded into one batch"
+            lines.append(f"  passes in {'training' if training else 'evaluation'}: {how}")
         return "\n".join(lines)
+
+
+def _note(running: Running, current: Pass, gradient: Tensor) -> None:
+    running.backward = current
+
+
+def _shapes(item: Any) -> Any:
+    shapes: list[tuple[int, ...]] = []
+    mapped(item, lambda tensor: shapes.append(tuple(tensor.shape)))
+    return tuple(shapes)
+
+
+def _check_forwards(backbone: nn.Module) -> None:
+    """Raise TypeError if a copied backbone has a layer whose forward would go on running the original's layers."""
+    inside = set(backbone.modules())
+    for name, module in backbone.named_modules():
+        bound = [vars(module).get("forward")]
+        while isinstance(bound[-1], functools.partial):
+            bound += [value for value in bound[-1].args if isinstance(value, nn.Module)] or [bound[-1].func]
+        owner = bound[-1].__self__ if isinstance(bound[-1], MethodType) else bound[-1]
+        if owner is not None and owner not in inside and any(looks_like_norm(m) for m in module.modules()):
+            raise TypeError(
+                f"the forward of layer {name!r} was replaced by a function bound to the original layer: a copy would "
+                "go on running that, without gates"
+            )
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and each of its modules back into its own mode afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def parameter_groups(
@@ -278,7 +392,9 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return parameter groups for any torch optimiser: scale logits γ learn faster and do not decay.
 
-    The vectors r and s of BatchEnsemble do not decay either.
+    The vectors r and s of BatchEnsemble do not decay either. What is put around the optimiser can undo this:
+    `OneCycleLR(max_lr=0.05)` gives every group the same rate, so give it one for each group; groups split by
+    `ndim >= 2` let γ, (M, C), decay and hand it to Muon. `docs/optimizers.md` has the right lines.
 
     Args:
         model: Any module; one with neither gets a single group.
@@ -303,128 +419,9 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-def save(model: nn.Module, path: str | os.PathLike) -> None:
-    """Write a module's state to a safetensors file with a format version, whole or not at all.
-
-    Raises:
-        OSError: if it cannot be written, naming the file.
-    """
-    state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
-    # One entry only: safetensors writes several in random order, and equal models should give equal bytes.
-    metadata = {"sigmaens": json.dumps(_describe(model))}
-    write_tensors(state, Path(path), metadata)
-
-
-def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file, whole or not at all.
-
-    Raises:
-        OSError: if it cannot be written, naming the file.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".writing-") as folder:
-        temporary = Path(folder) / path.name
-        try:
-            save_file(tensors, temporary, metadata=metadata)
-            os.replace(temporary, path)
-        except (SafetensorError, OSError) as error:
-            raise OSError(f"cannot write {path}: {error}") from error
-
-
-def load(model: nn.Module, path: str | os.PathLike) -> nn.Module:
-    """Load a file written by `save` into a module built alike, and return the module.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is no safetensors file of this project, of another version, or of another model; the
-            difference is named and the module is left as it was.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no checkpoint {path}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            about = json.loads((file.metadata() or {}).get("sigmaens", "{}"))
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{path} is no safetensors file: {error}") from None
-    if "version" not in about:
-        raise ValueError(f"{path} was not written by sigmaens")
-    if about["version"] != FORMAT_VERSION:
-        raise ValueError(f"{path} has format version {about['version']}, this is version {FORMAT_VERSION}")
-    expected = model.state_dict()
-    problems = [f"lacks {name}" for name in expected if name not in state]
-    problems += [f"has an unknown {name}" for name in state if name not in expected]
-    problems += [
-        f"has {name} as {state[name].dtype} instead of {tensor.dtype}"
-        for name, tensor in expected.items()
-        if name in state and state[name].dtype != tensor.dtype
-    ]
-    problems += [
-        f"has {name} of shape {tuple(state[name].shape)} instead of {tuple(tensor.shape)}"
-        for name, tensor in expected.items()
-        if name in state and state[name].shape != tensor.shape
-    ]
-    if problems:
-        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise ValueError(f"{path} holds {about}, not {_describe(model)}: it {'; '.join(problems[:3])}{more}")
-    model.load_state_dict(state)
-    return model
-
-
-def _describe(model: nn.Module) -> dict[str, Any]:
-    about = {"version": FORMAT_VERSION, "class": type(model).__name__}
-    if isinstance(model, SigmaEnsemble):
-        about |= {"members": model.members, "backbone": type(model.backbone).__name__, "head": model.head}
-    return about
-
-
-def folded(
-    backbone: nn.Module,
-    members: int,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    layers: Collection[nn.Module] = (),
-    present: slice | None = None,
-) -> Tensor:
-    """Run a backbone on arguments repeated for the members, member slowest, and return the logits, (B, M, K).
-
-    What is repeated and what is taken as the logits: see `SigmaEnsemble.forward`. A single member gets the arguments
-    as they are.
-
-    Args:
-        backbone: Network whose batch is the first dimension, M·B rows here.
-        members: Number of members M in this pass.
-        args, kwargs: Arguments of the call, with B rows.
-        layers: Layers that need to know of the pass, such as its rows; they ask `layers.pass_of`.
-        present: Which of the ensemble's members the pass has, if not all; the σNorm layers among `layers` take these.
-            Every tensor is then copied, so that the next pass finds what this one did.
-
-    Raises:
-        ValueError: if no argument has rows, or the backbone does not return a row for each that it is given.
-    """
-    if len(args) == 1 and isinstance(args[0], Mapping):
-        args, kwargs = (), {**args[0], **kwargs}
-    batch = _batch_size((args, kwargs))
-    if not batch:
-        raise ValueError("no tensor with rows in a batch dimension among the arguments")
-    args, kwargs = _fold((args, kwargs), batch, members, copied=present is not None)
-    current = Pass(members * batch, present)
-    # torch.compile cannot follow the switch, so it is turned only where it switches something.
-    fused = any(isinstance(module, _FUSED) for module in backbone.modules())
-    with running(layers, current), _no_fast_path() if fused else contextlib.nullcontext():
-        output = backbone(*args, **kwargs)
-    logits = _logits(output, rows=members * batch)
-    if present is not None:
-        remember(logits, layers, current)
-    return logits.unflatten(0, (members, batch)).transpose(0, 1)
-
-
-def matching(names: Iterable[str], patterns: str | Iterable[str]) -> tuple[str, ...]:
+def matching(
+    names: Iterable[str], patterns: str | Iterable[str], argument: str = "regularize", of: str = "σNorm layers"
+) -> tuple[str, ...]:
     """Return the names that match an `fnmatch` pattern, or one of several.
 
     Raises:
@@ -433,10 +430,10 @@ def matching(names: Iterable[str], patterns: str | Iterable[str]) -> tuple[str, 
     """
     names, patterns = list(names), [patterns] if isinstance(patterns, str) else list(patterns or ())
     if not all(isinstance(p, str) for p in patterns):
-        raise TypeError(f"regularize must be a pattern or a list of patterns, not {patterns}")
+        raise TypeError(f"{argument} must be a pattern or a list of patterns, not {patterns}")
     unmatched = [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]
     if unmatched or not patterns:
-        raise ValueError(f"regularize {unmatched or patterns} matches none of the σNorm layers {names}")
+        raise ValueError(f"{argument} {unmatched or patterns} matches none of the {of} {names}")
     return tuple(name for name in names if any(fnmatchcase(name, p) for p in patterns))
 
 
@@ -447,54 +444,3 @@ def replace(root: nn.Module, name: str, new: nn.Module) -> nn.Module:
     parent, _, leaf = name.rpartition(".")
     setattr(root.get_submodule(parent), leaf, new)
     return root
-
-
-def _batch_size(item: Any) -> int | None:
-    if isinstance(item, Tensor):
-        return item.shape[0] if item.dim() else None
-    if isinstance(item, Mapping):
-        item = list(item.values())
-    if isinstance(item, (list, tuple)):
-        return next((size for size in map(_batch_size, item) if size is not None), None)
-    return None
-
-
-def _fold(item: Any, batch: int, members: int, copied: bool) -> Any:
-    if isinstance(item, Tensor):
-        if members > 1 and item.dim() > 0 and item.shape[0] == batch:
-            return item.repeat(members, *[1] * (item.dim() - 1))
-        return item.clone() if copied else item
-    if isinstance(item, Mapping):
-        return {key: _fold(value, batch, members, copied) for key, value in item.items()}
-    if isinstance(item, (list, tuple)):
-        folded = [_fold(value, batch, members, copied) for value in item]
-        return type(item)(*folded) if hasattr(item, "_fields") else type(item)(folded)
-    return item
-
-
-_FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
-
-
-@contextlib.contextmanager
-def _no_fast_path() -> Iterator[None]:
-    """Keep torch's fused transformer layers, which read the norms' own tensors and so pass by the gates, from use."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
-def _logits(output: Any, rows: int) -> Tensor:
-    if not isinstance(output, Tensor):
-        named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-        values = list(output.values()) if isinstance(output, Mapping) else output
-        if named is not None:
-            output = named
-        elif isinstance(values, (list, tuple)):
-            output = next((t for t in values if isinstance(t, Tensor) and t.shape[:1] == (rows,)), output)
-    if not isinstance(output, Tensor) or output.shape[:1] != (rows,):
-        got = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-        raise ValueError(f"the backbone must return {rows} rows of logits, a row for each it is given; got {got}")
-    return output

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import backbones
-from .ensemble import folded, replace
-from .layers import check_members, is_supported_norm, looks_like_norm, pass_of
+from .ensemble import replace
+from .folding import batch_of, folded
+from .layers import Running, check_members, is_supported_norm, looks_like_norm
 
 __all__ = ["MIMO", "BatchEnsemble", "FiLMEnsemble", "LoRAEnsemble", "MCDropout", "Masksembles", "PackedEnsemble"]
 
@@ -44,8 +45,12 @@ class _Folded(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the members' logits, shape (B, M, K), for arguments as `SigmaEnsemble.forward` takes them."""
-        layers = [layer for layer in self.backbone.modules() if isinstance(layer, MemberLayer)]
-        return folded(self.backbone, self.members, args, kwargs, layers)
+        rows = batch_of((args, kwargs))
+        with _RUNNING.run(rows and rows * self.members):
+            return folded(self.backbone, self.members, args, kwargs)
+
+
+_RUNNING = Running()  # the rows of the folded batch that runs in this thread
 
 
 class MCDropout(_Folded):
@@ -345,7 +350,7 @@ class MemberLayer(nn.Module):
         Raises:
             ValueError: if the first dimension is not that of the batch.
         """
-        rows = pass_of(self).rows
+        rows = _RUNNING.now
         turned = x.dim() == 3 and x.shape[1] == rows != x.shape[0]
         if x.shape[0] % (rows or self.members) or turned:
             batch = f"a batch of {rows or self.members} rows"

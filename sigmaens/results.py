@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from . import metrics, paths, uncertainty
 from .analysis import sigma_norm_cos
-from .ensemble import SigmaEnsemble, save, write_tensors
+from .checkpoint import save, write_tensors
+from .ensemble import SigmaEnsemble
 
 __all__ = ["Run", "interval", "multiply_adds", "parameters", "per_cent", "plus_minus", "summary", "sweep", "write_json"]
 

@@ -9,7 +9,6 @@ shared weights, so they do not fit.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
@@ -24,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .ensemble import SigmaEnsemble, folded, replace
+from .ensemble import SigmaEnsemble, evaluating, replace
+from .folding import by_keywords, plain
 from .layers import MemberHead, SigmaNorm
 from .tracing import LAYERS, OWN, Place, Plan, axis_of, plan
 
@@ -75,8 +75,9 @@ class SlimEnsemble(SigmaEnsemble):
         self = cls.__new__(cls)
         nn.Module.__init__(self)
         self.members, self.head, self.regularized = ens.members, ens.head, ens.regularized
-        self.at_once = ens.at_once
+        self.at_once, self.link = ens.at_once, ens.link
         self.backbone = backbone
+        self._proofs = {}
         self._places = found.places
         self._guarded = found.guarded
         self.training = ens.training
@@ -129,7 +130,7 @@ class SlimEnsemble(SigmaEnsemble):
         """
         from . import metrics
 
-        with torch.no_grad(), _evaluating(ens), _evaluating(self):
+        with torch.no_grad(), evaluating(ens), evaluating(self):
             before, after = (model(*args, **kwargs).double().cpu() for model in (ens, self))
         absolute = (after - before).abs().max().item()
         largest = before.abs().max().item()
@@ -382,7 +383,7 @@ def _turns(
         _TURN.member, _TURN.once, _TURN.guarded, _TURN.layers = m, once, guarded, layers
         _TURN.folded.clear()
         try:
-            logits = folded(backbone, 1, *given, layers)
+            logits = plain(backbone, *by_keywords(*given)).unsqueeze(1)
             if _TURN.folded:
                 missed = [name for name, module in backbone.named_modules() if module in _TURN.folded]
                 raise RuntimeError(
@@ -766,17 +767,6 @@ def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
 # Export ---------------------------------------------------------------------------------------------------------------
 
 
@@ -807,6 +797,9 @@ class _WithUncertainty(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         logits = _one_by_one(self.backbone, self.members, args, kwargs, (), self.guarded)
+        if logits.dim() != 3 or logits.shape[2] == 1:
+            shape = (len(logits), *logits.shape[2:])
+            raise ValueError(f"with_uncertainty needs logits of several classes (B, K), not outputs of shape {shape}")
         log = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         probs = log.exp()
         mean = probs.mean(1)
@@ -829,6 +822,10 @@ def with_uncertainty(ens: SigmaEnsemble) -> nn.Module:
     nats, as of `decompose`, in the ensemble's precision. It holds copies of the members' ordinary layers, in evaluation
     mode, and runs one member after the other, so that the batch may be of any size in what is exported.
 
+    Raises:
+        TypeError: if `ens` is no ensemble.
+        ValueError: if its link is not "softmax", or, when the module runs, outputs are dense or of a single class.
+
     Examples:
         >>> net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
         >>> mean, total, aleatoric, modulation = with_uncertainty(SigmaEnsemble(net, members=4))(torch.randn(5, 8))
@@ -839,4 +836,6 @@ def with_uncertainty(ens: SigmaEnsemble) -> nn.Module:
     """
     if not isinstance(ens, SigmaEnsemble):
         raise TypeError(f"ens must be a SigmaEnsemble or SlimEnsemble, not {type(ens).__name__}")
+    if ens.link != "softmax":
+        raise ValueError(f'with_uncertainty needs an ensemble with link="softmax", not {ens.link!r}')
     return _WithUncertainty(ens)

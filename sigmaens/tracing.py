@@ -21,8 +21,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .ensemble import folded
-from .layers import MemberHead, SigmaNorm
+from .folding import by_keywords, mapped, plain
+from .layers import MemberHead, Pass, SigmaNorm
 
 __all__ = ["LAYERS", "OWN", "Place", "Plan", "axis_of", "plan"]
 
@@ -119,7 +119,13 @@ class _Example:
             elif _gated_inside(module):
                 self.calls[module] = tree_map(lambda t: t.new_empty(()) if isinstance(t, Tensor) else t, (args, kwargs))
 
-        self.run = lambda: folded(net, members, args, kwargs, [m for m in net.modules() if isinstance(m, SigmaNorm)])
+        running = next(module.running for module in net.modules() if isinstance(module, SigmaNorm))
+
+        def run() -> Tensor:
+            with running.run(Pass(0, 1)):
+                return plain(net, *mapped(by_keywords(args, kwargs), Tensor.clone))
+
+        self.run = run
         handles = [m.register_forward_pre_hook(note, with_kwargs=True) for m in net.eval().modules()]
         if not self._run_with(handles).isfinite().all():
             raise ValueError("the outputs for the example inputs are not finite, so that they show nothing")

@@ -41,9 +41,9 @@ from torch import Tensor, nn
 from . import backbones, baselines, paths
 from . import data as datasets
 from .ensemble import SigmaEnsemble, load, parameter_groups
-from .layers import SynchronizedBatchNorm
 from .losses import diversity_loss, member_cross_entropy
 from .slim import Settling, close
+from .synchronized import SynchronizedBatchNorm
 from .text import check_ids
 
 __all__ = [

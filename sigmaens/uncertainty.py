@@ -2,6 +2,7 @@
 
 Everything takes `member_probs` (N, M, K), the probabilities of K classes by M members for N samples, as a tensor or
 array, and computes in float64 without gradients; information is in nats. `labels` (N,) are integers in 0..K−1.
+Rounding to float16 or bfloat16 moves the sums of rows away from 1, so rows of these types are divided by their sums.
 
 Raises, everywhere: TypeError for a wrong kind of number, ValueError for a wrong shape or value.
 """
@@ -30,6 +31,7 @@ __all__ = [
 
 # A float32 softmax that adds its K terms one by one is off by up to K/2 ulp: 6e-5 for the 1000 classes of ImageNet.
 ROW_SUM_TOLERANCE = 1e-4
+_HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 # The smallest normal float32. A float32 softmax underflows below it, so a member's 0 means "less than this": between
 # members it counts as this much, log = −87.3, where one underflow would make a whole average infinite.
@@ -145,6 +147,15 @@ def ood_scores(member_probs: Tensor | ArrayLike) -> dict[str, Tensor]:
     return {"max_prob": -confidence, "entropy": split.total, "modulation": split.modulation}
 
 
+def row_sum_tolerance(dtype: torch.dtype) -> float:
+    """Return how far from 1 a row of probabilities of a floating type may sum.
+
+    When all terms are rounded, their sum moves by at most ε/2, however many there are. Softmax rounds once,
+    e / e.sum() twice, and smoothing and mixup of labels four times: 2 ε.
+    """
+    return max(ROW_SUM_TOLERANCE, 2 * torch.finfo(dtype).eps)
+
+
 def _entropy(probs: Tensor) -> Tensor:
     """H(p) = −Σ_k p_k log p_k over the last dimension."""
     return torch.special.entr(probs).sum(dim=-1)
@@ -163,12 +174,14 @@ def _divergence(p: Tensor, q: Tensor) -> Tensor:
 
 def _checked(member_probs: Tensor | ArrayLike) -> Tensor:
     """Return `member_probs` (N, M, K) in float64, or say what is wrong."""
+    half = _HALF.get(str(getattr(member_probs, "dtype", "")).removeprefix("torch."))
+    tolerance = ROW_SUM_TOLERANCE if half is None else row_sum_tolerance(half)
     # A copy, since torch warns when it shares memory with a read-only array, as pandas' are.
     probs = torch.asarray(member_probs, dtype=torch.float64, copy=True, requires_grad=False)
     if probs.ndim != 3 or probs.numel() == 0:
         raise ValueError(f"member_probs must be a non-empty array of shape (N, M, K), not {tuple(probs.shape)}")
     # Written so that NaN is outside too.
-    inside = (probs >= 0) & (probs <= 1 + ROW_SUM_TOLERANCE)
+    inside = (probs >= 0) & (probs <= 1 + tolerance)
     if not inside.all():
         sample, member, label = (~inside).nonzero()[0].tolist()
         value = probs[sample, member, label].item()
@@ -176,14 +189,14 @@ def _checked(member_probs: Tensor | ArrayLike) -> Tensor:
             f"member_probs must lie in [0, 1], but sample {sample}, member {member} has {value} for class {label}"
         )
     total = probs.sum(dim=2)
-    wrong = (total - 1).abs() > ROW_SUM_TOLERANCE
+    wrong = (total - 1).abs() > tolerance
     if wrong.any():
         sample, member = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"member_probs must sum to 1 ± {ROW_SUM_TOLERANCE} over classes, but sample {sample}, "
+            f"member_probs must sum to 1 ± {tolerance} over classes, but sample {sample}, "
             f"member {member} has {total[sample, member].item()}"
         )
-    return probs
+    return probs if half is None else probs / total.unsqueeze(2)
 
 
 def _checked_labels(labels: Tensor | ArrayLike, probs: Tensor) -> Tensor:

@@ -138,6 +138,177 @@ def test_safetensors_are_never_taken_by_order(tmp_path):
         backbones.build("timm", None, 3, model="test_vit", weights=tmp_path / "weights.safetensors")
 
 
+def finetuned(model, classes, in_channels=3):
+    """A network of timm as after training: its norms have seen batches, so that their statistics are their own."""
+    net = seeded(1, "timm", classes, in_channels, model=model)
+    for name, buffer in net.named_buffers():
+        if name.endswith("num_batches_tracked"):
+            buffer.fill_(7)
+        elif "running" in name:
+            buffer.uniform_(0.5, 1.5)
+    return net.eval()
+
+
+def write(state, path):
+    (save_file if path.suffix == ".safetensors" else torch.save)(state, path)
+    return path
+
+
+def outputs(net, size=32):
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return net.eval()(torch.randn(2, 3, size, size))
+
+
+def without_counts(state):
+    return {n: t for n, t in state.items() if not n.endswith("num_batches_tracked")}
+
+
+TWO_HEADS = "deit_tiny_distilled_patch16_224"
+SIZES = {"test_vit": 160, TWO_HEADS: 224}
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pth"])
+@pytest.mark.parametrize("model", ["resnet10t", "test_byobnet", "test_vit", "mobilenetv3_small_050", TWO_HEADS])
+def test_a_head_of_any_number_of_classes_is_read(model, kind, tmp_path):
+    net, size = finetuned(model, 10), SIZES.get(model, 32)
+    path = write(net.state_dict(), tmp_path / f"my10.{kind}")
+    y = outputs(net, size)
+    assert y.shape == (2, 10)
+    for classes in (None, 10):
+        loaded = seeded(2, "timm", classes, 3, model=model, weights=path)
+        assert_same(loaded, net)
+        assert_close(outputs(loaded, size), y, rtol=0, atol=0)
+    fresh = seeded(2, "timm", 4, 3, model=model, weights=path)
+    assert outputs(fresh, size).shape == (2, 4)
+    heads = net.default_cfg["classifier"]
+    heads = tuple(f"{head}." for head in ((heads,) if isinstance(heads, str) else heads))
+    state, expected = fresh.state_dict(), net.state_dict()
+    assert list(state) == list(expected)
+    assert all(n.startswith(heads) or torch.equal(state[n], t) for n, t in expected.items())
+
+
+def test_a_second_head_that_resetting_would_lose_is_kept(tmp_path):
+    net = finetuned("repvit_m0_9", 10)
+    path = write(net.state_dict(), tmp_path / "my10.pth")
+    loaded = backbones.build("timm", None, 3, model="repvit_m0_9", weights=path)
+    assert_same(loaded, net)
+    assert_close(outputs(loaded), outputs(net), rtol=0, atol=0)
+
+
+def test_names_that_differ_do_not_hide_the_number_of_classes(tmp_path):
+    net = finetuned("resnet10t", 10)
+    path = write(changed(net.state_dict(), "renamed"), tmp_path / "my10.pth")
+    loaded = backbones.build("timm", None, 3, model="resnet10t", weights=path)
+    assert_same(loaded, net)
+    assert_close(outputs(loaded), outputs(net), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pth"])
+@pytest.mark.parametrize("model", ["resnet10t", "test_vit", TWO_HEADS])
+def test_weights_without_a_head_get_a_fresh_one(model, kind, tmp_path):
+    net, size = finetuned(model, 0), SIZES.get(model, 32)
+    path = write(net.state_dict(), tmp_path / f"features.{kind}")
+    features = outputs(net, size)
+    # Also the number that is the model's own is of a fresh head here.
+    for classes in (4, 1000):
+        loaded = seeded(2, "timm", classes, 3, model=model, weights=path)
+        assert outputs(loaded, size).shape == (2, classes)
+        loaded.reset_classifier(0)
+        assert_close(outputs(loaded, size), features, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="has no head, so classes must say"):
+        backbones.build("timm", None, 3, model=model, weights=path)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pth"])
+@pytest.mark.parametrize("classes", [10, 1000])
+def test_counts_of_batches_may_be_absent(classes, kind, tmp_path):
+    net = finetuned("resnet10t", classes)
+    path = write(without_counts(net.state_dict()), tmp_path / f"w.{kind}")
+    loaded = backbones.build("timm", None, 3, model="resnet10t", weights=path)
+    assert_close(outputs(loaded), outputs(net), rtol=0, atol=0)
+    assert not loaded.bn1.num_batches_tracked
+    some = {n: t for n, t in net.state_dict().items() if n != "bn1.num_batches_tracked"}
+    loaded = backbones.build("timm", None, 3, model="resnet10t", weights=write(some, path))
+    assert_same(loaded, net, but=["bn1.num_batches_tracked"])
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pth"])
+def test_counts_of_batches_of_no_layer_are_ignored(kind, tmp_path):
+    net = finetuned("test_vit", 10)
+    # Averaged checkpoints have floats for them.
+    extra = {"norm.num_batches_tracked": torch.tensor(3), "head.num_batches_tracked": torch.tensor(3.0)}
+    path = write(extra | net.state_dict(), tmp_path / f"w.{kind}")
+    assert_same(backbones.build("timm", None, 3, model="test_vit", weights=path), net)
+
+
+def test_counts_of_batches_do_not_disturb_the_order(tmp_path):
+    net = finetuned("resnet10t", 1000)
+    bare = without_counts(net.state_dict())
+    path = write(changed(bare, "renamed"), tmp_path / "w.pth")
+    loaded = backbones.build("timm", None, 3, model="resnet10t", weights=path)
+    assert_close(outputs(loaded), outputs(net), rtol=0, atol=0)
+    write({f"layer{i}": t for i, t in enumerate(net.state_dict().values())}, path)
+    assert_same(backbones.build("timm", None, 3, model="resnet10t", weights=path), net)
+
+
+@pytest.mark.parametrize("inside", ["state_dict", "model"])
+@pytest.mark.parametrize("averaged", [None, "state_dict_ema", "model_ema"])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod."])
+def test_checkpoints_of_training_are_unwrapped(inside, averaged, prefix, tmp_path):
+    net = finetuned("test_vit", 10)
+    other = seeded(3, "timm", 10, 3, model="test_vit")
+
+    def named(net):
+        # In another order, so that names alone tell them.
+        return {f"{prefix}{n}": t for n, t in reversed(net.state_dict().items())}
+
+    saved = {"epoch": 3, "optimizer": {"state": {}}, inside: named(other if averaged else net)}
+    path = write(saved | ({averaged: named(net)} if averaged else {"state_dict_ema": None}), tmp_path / "w.pth")
+    loaded = backbones.build("timm", None, 3, model="test_vit", weights=path)
+    assert_same(loaded, net)
+    assert_close(outputs(loaded, 160), outputs(net, 160), rtol=0, atol=0)
+
+
+def test_a_prefix_is_stripped_from_safetensors_if_all_have_it(tmp_path):
+    net = finetuned("resnet10t", 10)
+    state = {f"module.{n}": t for n, t in net.state_dict().items()}
+    path = write(state, tmp_path / "w.safetensors")
+    loaded = backbones.build("timm", None, 3, model="resnet10t", weights=path)
+    assert_same(loaded, net)
+    assert_close(outputs(loaded), outputs(net), rtol=0, atol=0)
+    write(state | {"fc.bias": state.pop("module.fc.bias")}, path)
+    with pytest.raises(ValueError, match=r"it lacks conv1\.0\.weight"):
+        backbones.build("timm", None, 3, model="resnet10t", weights=path)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pth"])
+@pytest.mark.parametrize(
+    ("change", "in_channels", "message"),
+    [
+        ({}, 1, r"its conv1\.0\.weight \(24, 3, 3, 3\) stands where conv1\.0\.weight \(24, 1, 3, 3\) belongs"),
+        ({"layer2.0.bn1.bias": None, "fc.weight": torch.ones(10, 9)}, 3, r"it lacks layer2\.0\.bn1\.bias \(128,\)"),
+        (
+            {"layer2.0.bn1.bias": torch.ones(2), "layer3.0.bn1.bias": None, "extra": torch.ones(1)},
+            3,
+            r"its layer2\.0\.bn1\.bias \(2,\) stands where layer2\.0\.bn1\.bias \(128,\) belongs",
+        ),
+        ({"fc.weight": torch.ones(10, 9)}, 3, r"its fc\.weight \(10, 9\) stands where fc\.weight \(10, 512\) belongs"),
+        ({"fc.bias": torch.ones(9)}, 3, r"its fc\.bias \(9,\) stands where fc\.bias \(10,\) belongs"),
+        ({"fc.bias": None}, 3, r"it lacks fc\.bias \(10,\)"),
+        ({"fc.weight": None, "fc.bias": None, "bn1.bias": None}, 3, r"it lacks bn1\.bias \(32,\)"),
+        ({"extra": torch.ones(1), "more": torch.ones(1)}, 3, "it has an unknown extra, one of 2"),
+    ],
+)
+def test_the_first_difference_is_named(change, in_channels, message, kind, tmp_path):
+    net = finetuned("resnet10t", 10)
+    state = {n: t for n, t in (net.state_dict() | change).items() if t is not None}
+    path = write(state, tmp_path / f"w.{kind}")
+    for classes in (None, 4):
+        with pytest.raises(ValueError, match=f"is not of this model: {message}"):
+            backbones.build("timm", classes, in_channels, model="resnet10t", weights=path)
+
+
 class Payload:
     def __reduce__(self):
         return (pytest.fail, ("unpickled",))
@@ -149,7 +320,9 @@ class Payload:
         ("w.pt", lambda path: torch.save({"a": Payload()}, path), "no file of tensors alone"),
         ("w.pth", lambda path: path.write_bytes(b"junk"), "no file of tensors alone"),
         ("w.bin", lambda path: path.write_bytes(b""), "no file of tensors alone"),
-        ("w.pt", lambda path: torch.save({"state_dict": {"a": torch.ones(1)}}, path), "tensors by name"),
+        ("w.pt", lambda path: torch.save({"weights": {"a": torch.ones(1)}}, path), "tensors by name"),
+        ("w.pt", lambda path: torch.save({"model": {"a": torch.ones(1), "b": 1}}, path), "tensors by name"),
+        ("w.pt", lambda path: torch.save({"model": {"a": Payload()}}, path), "no file of tensors alone"),
         ("w.pt", lambda path: torch.save([torch.ones(1)], path), "tensors by name"),
         ("w.safetensors", lambda path: path.write_bytes(b"junk"), "no safetensors file"),
         ("w.npz", lambda path: path.write_bytes(b"junk"), r"must be \.safetensors, \.pt, \.pth or \.bin"),

@@ -421,3 +421,46 @@ def test_hours_here_come_from_the_measured_rates(tiny, monkeypatch):
     assert tiny.hours_here(cells, amounts, rates, settings, start=5.0) == pytest.approx((1000 + 20) / 3600)
     # Of a step on a quarter of the batch the update takes one second, and the rest two.
     assert tiny.grown(np.array([3.0]), np.array([1.0]), 4) == 9.0
+
+
+# Architectures --------------------------------------------------------------------------------------------------------
+
+
+def examined(module, kind, only):
+    return [module.examine(architecture) for architecture in module.architectures(kind, only)]
+
+
+def test_architectures_are_found_built_and_compared(benchmark):
+    module = benchmark("architectures")
+    (bert,) = examined(module, "transformers", "BertForSequenceClassification")
+    assert (bert.result, bert.passes, bert.precision) == ("exact", "folded", "float64")
+    assert bert.norms == "5"  # of the embeddings, and two in each of two blocks
+    assert set(bert.differences) == {"conversion", "evaluation", "training"}
+    assert max(bert.differences.values()) < 1e-12
+    (resnet,) = examined(module, "timm", "byobnet")
+    assert resnet.result == "exact"
+    assert resnet.differences["statistics"] < 1e-9
+    (ibert,) = examined(module, "transformers", "IBertForSequenceClassification")
+    assert ibert.result.startswith("refused: layer 'ibert.embeddings.LayerNorm'")
+    (skipped,) = examined(module, "transformers", "Qwen3NextForSequenceClassification")
+    assert skipped.result == "exact with skip=['model.layers.*.linear_attn.norm']"
+    lines = module.report([bert, resnet, ibert, skipped])
+    assert "4 architectures: 2 exact, 1 exact with skip, 1 refused." in lines[-2]
+    assert "Refused: 1 of 4 (25.0%)" in lines[-2]
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        (lambda logits, ens: logits.flip(1), "evaluation off by"),
+        (lambda logits, ens: logits.mean(1, keepdim=True).expand_as(logits), "two members"),
+        (lambda logits, ens: logits * (1 + 1e-3 * ens.training), "training off by"),
+    ],
+)
+def test_an_ensemble_that_is_not_its_members_is_found(benchmark, monkeypatch, broken, told):
+    module = benchmark("architectures")
+    forward = sn.SigmaEnsemble.forward
+    monkeypatch.setattr(sn.SigmaEnsemble, "forward", lambda ens, **inputs: broken(forward(ens, **inputs), ens))
+    (row,) = examined(module, "transformers", "BertForSequenceClassification")
+    assert row.kind == "WRONG"
+    assert told in row.result

@@ -237,13 +237,14 @@ def test_gradient_checkpointing_runs_the_same_members_again(at_once, separately,
     loss(whole(x), labels, 4).backward()
     step(chunked, x.clone().requires_grad_(), labels)
     assert_same_gradients(chunked, whole, rtol=1e-10, atol=1e-10)
-    # Nothing of it is left: the backbone alone takes all members again.
-    assert chunked.backbone(x.repeat(4, 1, 1, 1)).shape == (16, 5)
+    # Nothing of it is left: outside of a pass no member is meant.
+    with pytest.raises(RuntimeError, match="call the ensemble"):
+        chunked.backbone(x.repeat(4, 1, 1, 1))
 
 
 def test_what_is_no_chunk_is_refused_in_one_way():
     for bad in (0, -1, True, 2.0, "1", math.inf):
-        message = f"^at_once must be an integer ≥ 1, or None for all members, not {bad!r}$"
+        message = f'^at_once must be an integer ≥ 1, "all", or None for what is proved, not {bad!r}$'
         for make in (SigmaEnsemble, SigmaEnsemble.from_pretrained):
             with pytest.raises(ValueError, match=message):
                 make(nn.LayerNorm(3), at_once=bad)
@@ -255,12 +256,10 @@ def test_what_is_no_chunk_is_refused_in_one_way():
 
 
 def ordinary(ens):
-    """Whether layers know of no pass, and take all members."""
+    """Whether layers know of no pass."""
     norms = [layer for layer in ens.modules() if isinstance(layer, SigmaNorm)]
-    assert all(layer.rows is None for layer in norms)
-    features = norms[0].gamma.shape[1]
-    with torch.no_grad():
-        norms[0](torch.randn(ens.members * 2, features, 2, 2))
+    with pytest.raises(RuntimeError, match="call the ensemble"):
+        norms[0](torch.randn(ens.members * 2, norms[0].gamma.shape[1], 2, 2))
     return True
 
 
@@ -277,7 +276,7 @@ def test_abandoned_and_failed_passes_leave_nothing_behind():
         chunked(x)
     assert ordinary(chunked)
     fails.remove()
-    with pytest.raises(ValueError, match="no tensor with rows"):
+    with pytest.raises(TypeError, match="conv2d"):  # as of the backbone itself
         next(chunked.chunks(3))
     chunked.at_once = None
     assert torch.equal(chunked(x), whole(x))
@@ -359,6 +358,9 @@ def test_compiled_backbones_run_the_members_they_are_given(size):
 def test_an_exported_ensemble_may_run_in_chunks():
     whole, chunked = (m.eval() for m in pair("sample norms", 4, 3))
     x = torch.randn(3, 3, 6, 6)
+    with pytest.raises(ValueError, match="call the ensemble once before it is compiled"):
+        torch.export.export(chunked, (x,))
+    chunked(x)
     assert_close(torch.export.export(chunked, (x,)).module()(x), whole(x))
 
 

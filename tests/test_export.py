@@ -4,6 +4,7 @@ import onnxruntime
 import pytest
 import torch
 from test_slim_networks import bert, masked, timm
+from torch import nn
 from torch.testing import assert_close
 
 from sigmaens import SigmaEnsemble, SlimEnsemble, backbones, decompose, with_uncertainty
@@ -96,6 +97,22 @@ def test_onnx(case, slim, tmp_path):
     for rows in (1, 2, 7):
         given = inputs(rows)
         assert_alike(session.run(OUTPUTS, {name: x.numpy() for name, x in given.items()}), ens, given, named)
+
+
+@pytest.mark.parametrize("slim", [False, True], ids=["full", "slim"])
+def test_an_ensemble_with_a_sigmoid_is_refused(slim):
+    ens = masked(SigmaEnsemble(backbones.narrow_resnet(5, width=4), 2, head="fc", link="sigmoid"), 0.6)
+    with pytest.raises(ValueError, match="needs an ensemble with link=\"softmax\", not 'sigmoid'"):
+        with_uncertainty(ens.slim(*images(3).values()) if slim else ens)
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 4), (3, 2, 2), (1, 4, 3)])
+def test_outputs_that_are_no_logits_of_several_classes_are_refused(shape):
+    size = torch.Size(shape).numel()
+    module = with_uncertainty(SigmaEnsemble(nn.Sequential(nn.LayerNorm(size), nn.Unflatten(1, shape)), 2))
+    with pytest.raises(ValueError, match="needs logits of several classes") as error:
+        module(torch.randn(5, size))
+    assert str(error.value).endswith(f"not outputs of shape {(5, *shape)}")
 
 
 def test_broken_inputs_are_not_certain():

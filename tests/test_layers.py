@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from functools import partial
 
 import hypothesis.extra.numpy as arrays
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
+from sigmaens import SigmaEnsemble
 from sigmaens.layers import MemberHead, SigmaNorm, is_supported_norm, looks_like_norm
 
 # Each with the shape of one input row.
@@ -309,7 +311,7 @@ def test_negative_std_is_refused():
 
 
 def test_rows_that_are_no_multiple_of_members_are_refused():
-    with pytest.raises(ValueError, match="7 rows cannot hold 2 members"):
+    with pytest.raises(ValueError, match=r"shape \(7, 3\) cannot hold 2 members"):
         SigmaNorm(nn.LayerNorm(3), 2)(torch.randn(7, 3))
 
 
@@ -399,37 +401,94 @@ class Renamed(nn.BatchNorm2d):
 
 
 def refused_norms():
-    from timm.layers import EvoNorm2dS0, RmsNorm, SplitBatchNorm2d
-    from timm.layers.norm import LayerNormExp2d
+    from timm.layers import EvoNorm2dS0, SplitBatchNorm2d
+    from timm.layers.grn import GlobalResponseNorm
     from timm.layers.norm_act import FrozenBatchNormAct2d
+    from torch.nn.utils import prune
     from torchvision.ops import FrozenBatchNorm2d
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-    from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 
+    replaced = nn.LayerNorm(4)
+    replaced.forward = partial(nn.LayerNorm.forward, replaced)  # as hooks of accelerate do
     return [
-        nn.SyncBatchNorm(4),
-        nn.InstanceNorm2d(4),
-        nn.LazyBatchNorm2d(),
-        nn.utils.parametrizations.weight_norm(nn.LayerNorm(4)),
-        MeanOnly(4),
-        FrozenBatchNorm2d(4),
-        FrozenBatchNormAct2d(4),
-        LlamaRMSNorm(4),
-        RmsNorm(4),
-        SplitBatchNorm2d(4),
-        LayerNormExp2d(4),
-        EvoNorm2dS0(4, group_size=2),
-        NemotronLayerNorm1P(4),  # scales by weight + 1
+        (nn.SyncBatchNorm(4), "takes its statistics over processes"),
+        (nn.InstanceNorm2d(4), "has no scale for each feature"),
+        (nn.LazyBatchNorm2d(), "is lazy"),
+        (nn.utils.parametrizations.weight_norm(nn.LayerNorm(4)), "has a scale that is computed"),
+        (prune.l1_unstructured(nn.LayerNorm(4), "weight", 1), "has a scale that is computed"),
+        (MeanOnly(4), "lets its input through where the scale is 0"),
+        (FrozenBatchNorm2d(4), "has a frozen scale"),
+        (FrozenBatchNormAct2d(4), "has a frozen scale"),
+        (SplitBatchNorm2d(4), "has norms inside"),
+        (EvoNorm2dS0(4, group_size=2), r"has tensors of its own, \['v'\]"),
+        (GlobalResponseNorm(4), "lets its input through where the scale is 0"),
+        (replaced, "had its forward replaced"),
     ]
 
 
-@pytest.mark.parametrize("i", range(13))
+@pytest.mark.parametrize("i", range(12))
 def test_other_norms_are_refused_by_name(i):
-    norm = refused_norms()[i]
+    norm, why = refused_norms()[i]
     assert looks_like_norm(norm)
     assert not is_supported_norm(norm)
-    with pytest.raises(TypeError, match=rf"no σNorm for [\w.]*\.{type(norm).__name__}: expected BatchNorm1d"):
+    with pytest.raises(TypeError, match=rf"no σNorm for [\w.]*\.{type(norm).__name__}: it {why}"):
         SigmaNorm(norm, 2)
+    holder = nn.Module()
+    holder.inner = nn.Sequential(nn.LayerNorm(4), norm)
+    if not isinstance(norm, nn.LayerNorm):
+        with pytest.raises(TypeError, match=rf"layer 'inner.1'.* {why}.*skip='inner.1'"):
+            SigmaEnsemble(holder, 2)
+
+
+def other_norms():
+    """Layers of other kinds, each with the scale that it multiplies by."""
+    from timm.layers import RmsNorm
+    from timm.layers.norm import LayerNormExp2d
+    from transformers.models.chameleon.modeling_chameleon import ChameleonLayerNorm
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+    from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+    return {
+        "Llama": (LlamaRMSNorm(4), 0),
+        "Qwen3": (Qwen3RMSNorm(4), 0),
+        "T5": (T5LayerNorm(4), 0),
+        "Gemma": (GemmaRMSNorm(4), 1),
+        "Nemotron": (NemotronLayerNorm1P(4), 1),
+        "timm's RMSNorm": (RmsNorm(4), 0),
+        "timm's LayerNorm of exponentials": (LayerNormExp2d(4), 0),
+        "Chameleon, which needs a shift": (ChameleonLayerNorm((4,)), 0),
+        "InstanceNorm": (nn.InstanceNorm2d(4, affine=True), 0),
+    }
+
+
+@pytest.mark.parametrize("pretrained", [False, True])
+@pytest.mark.parametrize("name", other_norms())
+def test_norms_of_other_kinds_are_gated(name, pretrained):
+    norm, offset = other_norms()[name]
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor([-0.5, 0.0, 0.7, 2.0]) - offset)
+        if getattr(norm, "bias", None) is not None and pretrained:
+            norm.bias.normal_()
+    x = torch.randn(6, 4, 5, 5) if "2d" in type(norm).__name__ else torch.randn(6, 3, 4)
+    layer = SigmaNorm(norm, 2, pretrained=pretrained)
+    if pretrained:
+        assert_close(layer(x), torch.cat([norm(part) for part in x.chunk(2)]))
+    with torch.no_grad():
+        layer.gamma.normal_()
+    for m, part in enumerate(x.chunk(2)):
+        twin = copy.deepcopy(norm)
+        with torch.no_grad():
+            twin.weight.copy_(layer.weight[m] - offset)
+            if getattr(twin, "bias", None) is not None and not pretrained:
+                twin.bias.zero_()
+        assert_close(layer(x).chunk(2)[m], twin(part))
+        assert_close(layer.member(m)(part), twin(part))
+    if not pretrained:
+        with torch.no_grad():
+            layer.gamma.fill_(-torch.inf)
+        assert layer(x).abs().max() == 0
 
 
 def test_a_subclass_that_only_renames_is_accepted():
@@ -466,8 +525,8 @@ def test_two_threads_may_use_a_layer_at_once():
     layer = SigmaNorm(norm, 2).eval()
     x = torch.randn(2, 4, 3, 2, 2)
     expected = [layer(part) for part in x]
-    norm.act = Meet()
     shared = SigmaNorm(norm, 2).eval()
+    shared.template.act = Meet()
     shared.load_state_dict(layer.state_dict())
     results = [None, None]
 

@@ -1,5 +1,6 @@
-"""The loss: closed forms of the regulariser and of its force."""
+"""The loss: closed forms of the regulariser, of its force and of the cross-entropies; and whose gates are taken."""
 
+import copy
 import math
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from sigmaens import SigmaEnsemble, corner_energy, diversity_loss, member_cross_entropy
+from sigmaens.trainer import ForTrainer
 
 TAUS = [1e-3, 1e-2, 0.1, 1.0, 10.0, 1e3]
 
@@ -141,6 +143,70 @@ def test_no_gates_are_refused():
         diversity_loss({}, tau=1)
 
 
+# Whose gates
+
+
+def ensemble():
+    net = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    return SigmaEnsemble(net, members=3, regularize="3")
+
+
+@pytest.fixture
+def group(tmp_path):
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+WRAPPERS = {
+    "torch.compile": lambda ens: torch.compile(ens, backend="eager"),
+    "DistributedDataParallel": nn.parallel.DistributedDataParallel,
+    "AveragedModel": torch.optim.swa_utils.AveragedModel,
+    "ForTrainer": lambda ens: ForTrainer(ens, tau=1.0),
+    "Sequential": lambda ens: nn.Sequential(nn.Identity(), ens),
+    "the same twice": lambda ens: nn.ModuleList([ens, ens]),
+    "two deep": lambda ens: nn.Sequential(torch.compile(ens, backend="eager")),
+}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_the_ensemble_is_found_inside_a_module(wrap):
+    ens = ensemble()
+    expected = diversity_loss({"3": ens.gates()["3"]}, tau=0.3, weight=0.1)
+    assert_close(diversity_loss(wrap(ens), tau=0.3, weight=0.1), expected, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("name", ["torch.compile", "DistributedDataParallel"])
+# Where a graph ends, torch looks at tensors in a way that it warns of.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_wrapped_ensemble_gets_the_gradients_of_a_plain_one(name):
+    x, y = torch.randn(5, 4), torch.tensor([0, 1, 1, 0, 1])
+    gradients = []
+    plain = ensemble()
+    for ens in (plain, copy.deepcopy(plain)):
+        model = ens if ens is plain else WRAPPERS[name](ens)
+        (member_cross_entropy(model(x), y) + diversity_loss(model, tau=0.3, weight=0.1)).backward()
+        gradients.append({name: parameter.grad for name, parameter in ens.named_parameters()})
+    assert_close(gradients[1], gradients[0])
+
+
+@pytest.mark.parametrize(("model", "kind"), [(nn.Sequential(nn.Linear(2, 2)), "Sequential"), ([], "list"), (3, "int")])
+def test_what_holds_no_ensemble_is_refused(model, kind):
+    with pytest.raises(TypeError, match=f"a SigmaEnsemble or a mapping of gates, got {kind}, with no SigmaEnsemble"):
+        diversity_loss(model, tau=1)
+
+
+def test_several_ensembles_in_one_module_are_refused():
+    with pytest.raises(ValueError, match="with one SigmaEnsemble inside, got ModuleList with 2"):
+        diversity_loss(nn.ModuleList([ensemble(), nn.Sequential(ensemble())]), tau=1)
+
+
+# Cross-entropy
+
+
 @pytest.mark.parametrize("members", [1, 2, 5])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_cross_entropy_is_the_mean_over_samples_and_members(members, batch):
@@ -163,16 +229,183 @@ def test_labels_may_be_integers_of_any_kind(dtype):
 def test_labels_must_be_integers(dtype):
     with pytest.raises(TypeError, match=f"labels must be integers, not {dtype}"):
         member_cross_entropy(torch.zeros(3, 2, 4), torch.zeros(3, dtype=dtype))
+    with pytest.raises(TypeError, match=f"labels must be integers, not {dtype}"):
+        member_cross_entropy(torch.zeros(3, 2, 4, 5, 6), torch.zeros(3, 5, 6, dtype=dtype))
 
 
 @pytest.mark.parametrize("labels", [[0, 4], [-1, 0], [-100, 3]])
 def test_labels_outside_the_classes_are_refused(labels):
-    with pytest.raises(ValueError, match=rf"labels must lie in 0\.\.3, found {min(labels)}\.\.{max(labels)}"):
+    message = rf"labels must lie in 0\.\.3, found {min(labels)}\.\.{max(labels)}"
+    with pytest.raises(ValueError, match=message):
         member_cross_entropy(torch.zeros(2, 3, 4), torch.tensor(labels))
+    with pytest.raises(ValueError, match=message):
+        member_cross_entropy(torch.zeros(2, 3, 4, 5, 6), torch.tensor(labels)[:, None, None].expand(2, 5, 6))
 
 
 def test_shapes_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"logits must have shape \(B, M, K\), not \(2, 4\)"):
-        member_cross_entropy(torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"labels must have shape \(2,\), not \(3,\)"):
+    for shape in ((2, 4), (2, 3, 4, 5)):
+        with pytest.raises(ValueError, match=r"logits must have shape \(B, M, K\), .* not \(2, .*4.*\)"):
+            member_cross_entropy(torch.zeros(shape), torch.zeros(2, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"labels must have shape \(2,\), or \(2, 4\) for probabilities, not \(3,\)"):
         member_cross_entropy(torch.zeros(2, 3, 4), torch.zeros(3, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"\(2, 5, 6\), or \(2, 4, 5, 6\) for probabilities, not \(2, 4\)"):
+        member_cross_entropy(torch.zeros(2, 3, 4, 5, 6), torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_class_labels_give_the_very_numbers_of_one_cross_entropy(dtype):
+    logits, labels = torch.randn(7, 3, 11, dtype=dtype, requires_grad=True), torch.randint(11, (7,))
+    loss = member_cross_entropy(logits, labels)
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.repeat_interleave(3))
+    assert torch.equal(loss, expected)
+    assert torch.equal(*(torch.autograd.grad(value, logits)[0] for value in (loss, expected)))
+
+
+PIXELS = [(), (5, 6), (2, 5, 6)]
+
+
+@pytest.mark.parametrize("pixels", PIXELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_one_hot_labels_are_class_labels(pixels, dtype):
+    logits, labels = torch.randn(3, 2, 4, *pixels), torch.randint(4, (3, *pixels))
+    soft = F.one_hot(labels, 4).movedim(-1, 1).to(dtype)
+    assert_close(member_cross_entropy(logits, soft), member_cross_entropy(logits, labels))
+
+
+@pytest.mark.parametrize("pixels", PIXELS)
+def test_mixed_labels_give_the_mixed_loss(pixels):
+    """−Σ_k q_k log p_k is linear in q."""
+    logits = torch.randn(3, 2, 4, *pixels)
+    one, other = torch.randint(4, (2, 3, *pixels))
+    mixed = 0.3 * F.one_hot(one, 4).movedim(-1, 1) + 0.7 * F.one_hot(other, 4).movedim(-1, 1)
+    expected = 0.3 * member_cross_entropy(logits, one) + 0.7 * member_cross_entropy(logits, other)
+    assert_close(member_cross_entropy(logits, mixed), expected)
+
+
+@pytest.mark.parametrize("pixels", PIXELS)
+def test_smoothed_labels_give_the_loss_of_label_smoothing(pixels):
+    logits, labels = torch.randn(3, 2, 4, *pixels), torch.randint(4, (3, *pixels))
+    smoothed = 0.9 * F.one_hot(labels, 4).movedim(-1, 1) + 0.1 / 4
+    each = [F.cross_entropy(logits[:, m], labels, label_smoothing=0.1) for m in range(2)]
+    assert_close(member_cross_entropy(logits, smoothed), torch.stack(each).mean())
+
+
+@pytest.mark.parametrize("pixels", PIXELS[1:])
+@pytest.mark.parametrize("soft", [False, True])
+def test_dense_is_the_loss_of_all_pixels_as_samples(pixels, soft):
+    logits, labels = torch.randn(3, 2, 4, *pixels), torch.randint(4, (3, *pixels))
+    if soft:
+        labels = torch.randn(3, 4, *pixels).softmax(1)
+    flat = labels.movedim(1, -1).flatten(0, -2) if soft else labels.flatten()
+    expected = member_cross_entropy(logits.movedim((1, 2), (-2, -1)).flatten(0, -3), flat)
+    assert_close(member_cross_entropy(logits, labels), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_labels_of_half_precision_may_be_as_far_off_as_rounding_makes_them(dtype):
+    logits = torch.randn(200, 2, 10)
+    smoothed = (0.9 * F.one_hot(torch.randint(10, (2, 200)), 10).to(dtype)).add(0.1 / 10)
+    for labels in (torch.randn(200, 10).mul(3).to(dtype).softmax(1), 0.3 * smoothed[0] + 0.7 * smoothed[1]):
+        assert (labels.double().sum(1) - 1).abs().max() > 1e-4  # more than float32 may be
+        expected = -(labels.float().unsqueeze(1) * logits.log_softmax(2)).sum(2).mean()
+        assert_close(member_cross_entropy(logits, labels), expected)
+        with pytest.raises(ValueError, match=r"labels must sum to 1 ± 0\.0001"):
+            member_cross_entropy(logits, labels.float())
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([[0.5, 0.5], [0.5, 0.6]], r"labels must sum to 1 ± 0\.0001 over classes, found 1\.1"),
+        ([[0.5, 0.5], [1.25, -0.25]], r"labels must be probabilities ≥ 0, found -0\.25"),
+        ([[0.5, 0.5], [0.5, math.nan]], "labels must be probabilities ≥ 0, found nan"),
+    ],
+)
+def test_labels_that_are_no_probabilities_are_refused(labels, message):
+    with pytest.raises(ValueError, match=message):
+        member_cross_entropy(torch.zeros(2, 3, 2), torch.tensor(labels))
+    with pytest.raises(ValueError, match=message):
+        member_cross_entropy(torch.zeros(2, 3, 2, 1, 1), torch.tensor(labels)[..., None, None])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_probabilities_must_be_of_a_floating_type(dtype):
+    with pytest.raises(TypeError, match=rf"labels of shape \(2, 4\) must be of a floating type, not {dtype}"):
+        member_cross_entropy(torch.zeros(2, 3, 4), torch.eye(4)[:2].to(dtype))
+
+
+@pytest.mark.parametrize("labels", [torch.zeros(2, dtype=torch.long), torch.ones(2, 1)])
+def test_softmax_of_a_single_logit_is_refused(labels):
+    with pytest.raises(ValueError, match='the loss would always be 0: use link="sigmoid"'):
+        member_cross_entropy(torch.randn(2, 3, 1), labels)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("link", ["softmax", "sigmoid"])
+def test_half_precision_is_computed_in_float32(dtype, link):
+    logits = (10 * torch.randn(50, 3, 7)).to(dtype)
+    labels = torch.randint(7, (50,)) if link == "softmax" else torch.randint(2, (50, 7))
+    loss = member_cross_entropy(logits, labels, link)
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, member_cross_entropy(logits.float(), labels, link))
+
+
+# Sigmoid
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.float64])
+def test_zero_logits_give_log_2_whatever_the_targets(dtype):
+    logits, labels = torch.zeros(2, 3, 1), torch.tensor([0, 1], dtype=dtype)
+    assert member_cross_entropy(logits, labels, link="sigmoid").item() == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (4,), (1, 5, 6), (4, 5, 6), (4, 5)])
+def test_sigmoid_is_the_mean_over_all_logits(shape):
+    logits, labels = torch.randn(3, 2, *shape, dtype=torch.float64), torch.rand(3, *shape, dtype=torch.float64)
+    p, q = logits.sigmoid(), labels.unsqueeze(1)
+    expected = -(q * p.log() + (1 - q) * (1 - p).log()).mean()
+    assert_close(member_cross_entropy(logits, labels, link="sigmoid"), expected)
+    if shape[:1] == (1,):  # targets without the dimension of the single logit
+        assert_close(member_cross_entropy(logits, labels.squeeze(1), link="sigmoid"), expected)
+
+
+def test_a_single_logit_is_a_softmax_of_two():
+    logits, labels = torch.randn(5, 3, 1), torch.tensor([0, 1, 1, 0, 1])
+    pair = torch.cat([torch.zeros_like(logits), logits], dim=2)
+    assert_close(member_cross_entropy(logits, labels, link="sigmoid"), member_cross_entropy(pair, labels))
+
+
+def test_far_logits_of_a_sigmoid_stay_finite():
+    loss = member_cross_entropy(torch.tensor([[[200.0]], [[-200.0]]]), torch.tensor([0, 0]), link="sigmoid")
+    assert loss.item() == 100
+
+
+@pytest.mark.parametrize(
+    ("labels", "found"),
+    [([0, 2], r"0\.\.2"), ([-100, 1], r"-100\.\.1"), ([0.5, 1.5], r"0\.5\.\.1\.5"), ([0, math.nan], r"nan\.\.nan")],
+)
+def test_targets_outside_0_to_1_are_refused(labels, found):
+    with pytest.raises(ValueError, match=rf"labels must lie in 0\.\.1, found {found}"):
+        member_cross_entropy(torch.zeros(2, 3, 1), torch.tensor(labels), link="sigmoid")
+
+
+def test_targets_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"labels must have shape \(2, 4\), not \(2,\)"):
+        member_cross_entropy(torch.zeros(2, 3, 4), torch.zeros(2), link="sigmoid")
+    with pytest.raises(ValueError, match=r"labels must have shape \(2, 1\), not \(1,\)"):
+        member_cross_entropy(torch.zeros(2, 3, 1), torch.zeros(1), link="sigmoid")
+    with pytest.raises(ValueError, match=r"logits must have shape \(B, M, …\), not \(2,\)"):
+        member_cross_entropy(torch.zeros(2), torch.zeros(2), link="sigmoid")
+
+
+def test_other_links_are_refused():
+    with pytest.raises(ValueError, match='link must be "softmax" or "sigmoid", not \'logit\''):
+        member_cross_entropy(torch.zeros(2, 3, 4), torch.zeros(2, dtype=torch.long), link="logit")
+
+
+@pytest.mark.parametrize("link", ["softmax", "sigmoid"])
+def test_values_of_labels_on_other_devices_are_not_waited_for(link):
+    """The meta device has no values to look at."""
+    logits, soft = torch.zeros(2, 3, 4, device="meta"), torch.zeros(2, 4, device="meta")
+    for labels in (soft, torch.zeros(2, dtype=torch.long, device="meta")) if link == "softmax" else (soft,):
+        assert member_cross_entropy(logits, labels, link).shape == ()

@@ -23,8 +23,9 @@ from torch.testing import assert_close
 
 from sigmaens import backbones, baselines, data, diversity_loss, paths, training
 from sigmaens.ensemble import SigmaEnsemble, save
-from sigmaens.layers import SigmaNorm, SynchronizedBatchNorm
+from sigmaens.layers import SigmaNorm
 from sigmaens.slim import Settling
+from sigmaens.synchronized import SynchronizedBatchNorm
 from sigmaens.training import Recipe
 
 pytestmark = [

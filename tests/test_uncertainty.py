@@ -185,6 +185,78 @@ def test_inputs_are_computed_in_float64_without_gradients():
     assert uncertainty.jensen_gap(probs, labels) == uncertainty.jensen_gap(single, labels.tolist())
 
 
+HALF = [torch.float16, torch.bfloat16]
+
+
+def half(dtype, classes, scale=3.0):
+    """A softmax in half precision, whose rows sum to 1 but for the rounding of each probability."""
+    return (scale * torch.randn(200, 4, classes)).to(dtype).softmax(dim=2)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("classes", [2, 10, 1000])
+@pytest.mark.parametrize("scale", [0.0, 0.1, 3.0, 30.0])
+def test_rows_of_half_precision_are_renormalised(dtype, classes, scale):
+    probs = half(dtype, classes, scale)
+    split = uncertainty.decompose(probs)
+    torch.testing.assert_close(split.total, split.aleatoric + split.modulation, **EXACT)
+    assert all((part >= 0).all() for part in split)
+    assert (split.total <= math.log(classes) + 1e-12).all()
+    exact = probs.double() / probs.double().sum(dim=2, keepdim=True)
+    for part, expected in zip(split, uncertainty.decompose(exact), strict=True):
+        assert torch.equal(part, expected)
+    labels = torch.arange(200) % classes
+    assert uncertainty.jensen_gap(probs, labels) == uncertainty.jensen_gap(exact, labels)
+    assert uncertainty.pairwise_kl(probs) == uncertainty.pairwise_kl(exact)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_the_tolerance_of_half_precision_is_needed_and_enough(dtype):
+    """Of rows that are divided by their own sum in half precision, some are farther off than float32 may be."""
+    logits = (3 * torch.randn(500, 4, 100)).to(dtype)
+    exponents = (logits - logits.amax(dim=2, keepdim=True)).exp()
+    probs = exponents / exponents.sum(dim=2, keepdim=True)
+    off = (probs.double().sum(dim=2) - 1).abs().max()
+    assert uncertainty.ROW_SUM_TOLERANCE < off < uncertainty.row_sum_tolerance(dtype) / 1.5
+    uncertainty.decompose(probs)
+    with pytest.raises(ValueError, match=r"sum to 1 ± 0\.0001"):
+        uncertainty.decompose(probs.float())
+
+
+def test_arrays_of_half_precision_are_taken_as_tensors_are():
+    probs = half(torch.float16, 10)
+    array = probs.numpy()
+    array.setflags(write=False)
+    for part, expected in zip(uncertainty.decompose(array), uncertainty.decompose(probs), strict=True):
+        assert torch.equal(part, expected)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_probability_that_rounds_above_1_is_certain(dtype):
+    above = 1 + torch.finfo(dtype).eps
+    probs = torch.tensor([[[above, 0.0], [1.0, 0.0]]], dtype=dtype)
+    assert probs.max() > 1
+    assert uncertainty.decompose(probs) == (0, 0, 0)
+    assert uncertainty.ood_scores(probs)["max_prob"].item() == -1
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2**-9), (torch.bfloat16, 2**-6)])
+def test_rows_of_half_precision_that_rounding_cannot_explain_are_refused(dtype, tolerance):
+    probs = torch.tensor([[[0.5, 0.5], [0.5, 0.5 - 1.5 * tolerance]]], dtype=dtype)
+    with pytest.raises(ValueError, match=rf"sum to 1 ± {tolerance} .*sample 0, member 1 has 0\.9"):
+        uncertainty.decompose(probs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_of_full_precision_stay_as_they_are(dtype):
+    """Entropies are those of the very numbers given, though their sum is a little off."""
+    probs = torch.tensor([[[0.25, 0.75 + 2**-14]]], dtype=dtype)
+    given = probs.double()
+    assert torch.equal(uncertainty.decompose(probs).total, -(given * given.log()).sum(dim=2)[:, 0])
+    assert torch.equal(uncertainty._checked(probs), given)
+    assert torch.equal(uncertainty._checked(probs.tolist()), given)
+
+
 @pytest.mark.parametrize(
     ("probs", "message"),
     [

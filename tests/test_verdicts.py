@@ -11,7 +11,7 @@ from scipy import stats
 from test_families import project, run
 
 from sigmaens import data, paths, results
-from sigmaens.ensemble import write_tensors
+from sigmaens.checkpoint import write_tensors
 
 __all__ = ["project"]  # the fixture
 
