@@ -243,7 +243,12 @@ def timm_architecture(family: str, model: str | None = None) -> Architecture:
     chosen = smallest(family) if model is None else model
 
     def build(**options: Any) -> nn.Module:
-        return timm.create_model(chosen, num_classes=CLASSES, **SMALLER.get(family, {}), **options)
+        try:
+            return timm.create_model(chosen, num_classes=CLASSES, **SMALLER.get(family, {}), **options)
+        except TypeError as error:
+            if "multiple values" not in str(error):
+                raise
+            return timm.create_model(chosen, num_classes=CLASSES, **options)  # of a size that timm fixes
 
     def ways() -> Iterator[tuple[nn.Module, Callable[[int], Tensor]]]:
         with torch.device("meta"):

@@ -192,8 +192,10 @@ def passes(cells: list[Cell]) -> dict[str, tuple[int, int]]:
         one = Cell(cell.name, "single", cell.settings) if cell.method == "deep_ensembles" else cell
         if one.network not in known:
             model, x = built(one), inputs_of(cell.settings, 2)
+            with torch.no_grad():
+                model.train()(x)  # the first call of an ensemble proves folding, with passes of its own
             with torch.no_grad(), FlopCounterMode(display=False) as counter:
-                model.train()(x)
+                model(x)
             known[one.network] = counter.get_total_flops() // 2 // len(x), multiply_adds(model, x[:1])
         counted[cell.name] = tuple(cell.networks * count for count in known[one.network])
     return counted

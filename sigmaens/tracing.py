@@ -367,7 +367,7 @@ class _Reading:
         module = self.modules[node]
         name = self._called(self.names[module])
         if type(module) not in LAYERS:
-            return f"{name} is a {type(module).__name__}"
+            return f"{name} is a {module._get_name()}"
         if getattr(module, "groups", 1) > 1:
             return f"{name} has {module.groups} groups"
         if problem := self._several(module):
@@ -464,7 +464,7 @@ class _Reading:
         """Tell why a module is not known to act on each channel by itself and to map 0 to 0."""
         name = self._called(self.names[module])
         if not _channelwise(module):
-            return f"{name} is a {type(module).__name__}"
+            return f"{name} is a {module._get_name()}"
         if module in self.hooked:
             return f"{name} has hooks"
         if isinstance(module, nn.Identity) or _drops(module):

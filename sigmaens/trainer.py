@@ -153,22 +153,18 @@ class ForTrainer(nn.Module):
         output = Output()
         logits = self._mean(members)
         if labels is not None:
-            link = {"link": "sigmoid"} if self._link == "sigmoid" else {}
+            link = self.ensemble.link
             if self.training:
-                output["loss"] = member_cross_entropy(members, labels, **link)
+                output["loss"] = member_cross_entropy(members, labels, link)
                 output["loss"] = output["loss"] + diversity_loss(self.ensemble, self.tau, self.weight)
             else:
-                output["loss"] = member_cross_entropy(logits.unsqueeze(1), labels, **link)
+                output["loss"] = member_cross_entropy(logits.unsqueeze(1), labels, link)
         output["logits"] = logits
         return tuple(output.values()) if return_dict is False else output
 
-    @property
-    def _link(self) -> str:
-        return getattr(self.ensemble, "link", "softmax")
-
     def _mean(self, members: Tensor) -> Tensor:
         """Return the logits (B, K) of the members' mean probabilities, from the members' logits (B, M, K)."""
-        if self._link == "sigmoid":  # the logit's two logarithms share the −log M that a mean needs
+        if self.ensemble.link == "sigmoid":  # the logit's two logarithms share the −log M that a mean needs
             return F.logsigmoid(members).logsumexp(1) - F.logsigmoid(-members).logsumexp(1)
         if members.dim() != 3 or members.shape[2] == 1:
             raise ValueError(
@@ -200,12 +196,12 @@ def _check_config(ensemble: SigmaEnsemble) -> None:
     labels, problem = getattr(config, "num_labels", None), getattr(config, "problem_type", None)
     if labels is None:
         return
-    link = getattr(ensemble, "link", "softmax")
     if problem == "regression":
         raise ValueError('config.problem_type is "regression", and an ensemble of classifiers has no such loss')
     applied = "sigmoid" if problem == "multi_label_classification" or labels == 1 else "softmax"
-    if applied != link:
+    if applied != ensemble.link:
         raise ValueError(
             f"config.problem_type={problem!r} with {labels} labels makes pipelines apply a {applied}, and the link is "
-            f'{link!r}: build the ensemble with link="{applied}", or set the problem_type of its backbone\'s config'
+            f'{ensemble.link!r}: build the ensemble with link="{applied}", or set the problem_type of the backbone\'s '
+            "config"
         )

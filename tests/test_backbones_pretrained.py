@@ -296,7 +296,7 @@ def test_a_prefix_is_stripped_from_safetensors_if_all_have_it(tmp_path):
         ({"fc.weight": torch.ones(10, 9)}, 3, r"its fc\.weight \(10, 9\) stands where fc\.weight \(10, 512\) belongs"),
         ({"fc.bias": torch.ones(9)}, 3, r"its fc\.bias \(9,\) stands where fc\.bias \(10,\) belongs"),
         ({"fc.bias": None}, 3, r"it lacks fc\.bias \(10,\)"),
-        ({"fc.weight": None, "fc.bias": None, "bn1.bias": None}, 3, r"it lacks bn1\.bias \(32,\)"),
+        ({"fc.weight": None, "fc.bias": None, "bn1.bias": None}, 3, r"it lacks bn1\.bias \(64,\)"),
         ({"extra": torch.ones(1), "more": torch.ones(1)}, 3, "it has an unknown extra, one of 2"),
     ],
 )
