@@ -25,6 +25,7 @@ __all__ = ["SigmaEnsemble", "load", "parameter_groups", "save"]
 
 _RANK_ONE = (".r_group", ".s_group")  # BatchEnsemble's vectors r and s, by TorchUncertainty's names
 _LINKS = ("softmax", "sigmoid")
+_MOST_PROOFS = 64  # of an option that is new in every call there would be no end
 
 
 class SigmaEnsemble(nn.Module):
@@ -243,11 +244,13 @@ class SigmaEnsemble(nn.Module):
         batch = batch_of((args, kwargs))
         key = self.backbone.training, structure((args, kwargs), batch)
         proof = self._proofs.get(key)
-        if proof is None and not torch.compiler.is_compiling():
+        compiling, full = torch.compiler.is_compiling(), len(self._proofs) >= _MOST_PROOFS
+        if proof is None and not compiling and not full:
             folded = self.at_once if isinstance(self.at_once, int) else 3
             proof = self._proofs[key] = prove(self.backbone, min(self.members, folded), args, kwargs)
         if self.at_once is not None:
-            reason = "call the ensemble once before it is compiled" if proof is None else proof.reason
+            why = "an option is new in every call" if full else "call the ensemble once before it is compiled"
+            reason = why if proof is None else proof.reason
             if reason:
                 raise ValueError(
                     f"at_once={self.at_once!r}: members cannot be folded: {reason}; at_once=1 or None runs them one by "
@@ -344,10 +347,12 @@ class SigmaEnsemble(nn.Module):
                 f"  {mark} {name:<{width}}  {type(layer.template).__name__:<12} {layer.gamma.shape[1]:>5} features"
             )
         lines.append(f"  R: regularised, {len(self.regularized)} of {len(layers)} sigma-norm layers")
-        for (training, _), proof in self._proofs.items():
-            how = f"one by one, since {proof.reason}" if proof.reason else "folded into one batch"
-            lines.append(f"  passes in {'training' if training else 'evaluation'}: {how}")
-        return "\n".join(lines)
+        passes = [
+            f"  passes in {'training' if training else 'evaluation'}: "
+            + (f"one by one, since {proof.reason}" if proof.reason else "folded into one batch")
+            for (training, _), proof in self._proofs.items()
+        ]
+        return "\n".join(lines + list(dict.fromkeys(passes)))
 
 
 def _note(running: Running, current: Pass, gradient: Tensor) -> None:

@@ -345,6 +345,29 @@ def test_the_proof_is_made_once_for_each_structure():
 # Layers that are not what they seem
 
 
+def test_an_option_that_is_new_in_every_call_is_not_proved_for_ever():
+    class Shifts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(4)
+
+        def forward(self, x, shift):
+            return self.norm(x) + shift
+
+    ens, x = spread(SigmaEnsemble(Shifts(), 2)), torch.randn(3, 4)
+    calls = []
+    ens.backbone.norm.register_forward_hook(lambda *_: calls.append(1))
+    expected = ens(x, 0.0)
+    for shift in range(1, 100):
+        calls.clear()
+        assert_close(ens(x, float(shift)), expected + shift)
+        assert len(calls) == (4 if shift < 64 else 2)  # two members, folded, and the pass itself; or one by one
+    assert repr(ens).count("passes in training: folded") == 1
+    ens.at_once = 2
+    with pytest.raises(ValueError, match="cannot be folded: an option is new in every call"):
+        ens(x, 100.0)
+
+
 class Blocks(nn.Module):
     def __init__(self):
         super().__init__()
