@@ -47,6 +47,9 @@ def main() -> None:
     images = torch.randn(given.batch, 3, given.size, given.size)
     labels = torch.randint(CLASSES, (given.batch,))
     ens = sn.SigmaEnsemble(narrow_resnet(CLASSES, 3, width=given.width), given.members, head="fc", regularize="*.bn1")
+    with torch.no_grad():
+        for training in (True, False):
+            ens.train(training)(images)  # proves folding, which compiled passes no longer do
 
     def loss(logits: torch.Tensor, ens: sn.SigmaEnsemble) -> torch.Tensor:
         return sn.member_cross_entropy(logits, labels) + sn.diversity_loss(ens, 0.1, 1e-2)

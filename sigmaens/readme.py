@@ -1,8 +1,8 @@
-"""Keep the README's numbers those of the results: `python -m sigmaens.readme` fills each block from the file it names.
+"""Keep the numbers of README.md and docs/ those of the results: `python -m sigmaens.readme` fills their blocks.
 
-A block is what stands between `<!-- begin results/… -->` and `<!-- end -->`, and is replaced by that file's text. Two
-blocks set profiles side by side: `verdicts` the verdicts of all that have any, `scores` the methods on those whose
-networks are trained from scratch.
+A block is what stands between `<!-- begin results/… -->` and `<!-- end -->`, and is replaced by the text of the file
+that it names. Two blocks set profiles side by side: `verdicts` the verdicts of all that have any, `scores` the methods
+on those whose networks are trained from scratch.
 """
 
 from __future__ import annotations
@@ -10,18 +10,29 @@ from __future__ import annotations
 import json
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 from sigmaens import paths
 
-__all__ = ["fill", "main", "scores", "verdicts"]
+__all__ = ["fill", "main", "pages", "scores", "verdicts"]
 
 BLOCK = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+LINK = re.compile(r"\]\((?!https?://|#)")
 SCORES = {"accuracy": "{:.1%}", "nll": "{:.3f}", "ece": "{:.1%}", "auroc": "{:.1%}"}
 
 
-def fill(text: str) -> str:
-    """Return the text with every block replaced by its file, whose path is relative to the project.
+def pages() -> list[Path]:
+    """Return README.md and the pages of docs/."""
+    return [paths.root() / "README.md", *sorted((paths.root() / "docs").glob("*.md"))]
+
+
+def fill(text: str, up: str = "") -> str:
+    """Return the text with every block replaced by its file.
+
+    Args:
+        text: A page, whose blocks name files relative to the project.
+        up: What leads from the page's folder to the project, such as "../"; it is put before the links of a block.
 
     Raises:
         FileNotFoundError: if a block names a file that does not exist.
@@ -30,7 +41,7 @@ def fill(text: str) -> str:
     def replace(block: re.Match[str]) -> str:
         made = {"verdicts": verdicts, "scores": scores}.get(block[2])
         content = made() if made else (paths.root() / block[2]).read_text(encoding="utf-8")
-        return f"{block[1]}{content.rstrip()}\n{block[3]}"
+        return f"{block[1]}{LINK.sub('](' + up, content.rstrip())}\n{block[3]}"
 
     return BLOCK.sub(replace, text)
 
@@ -87,16 +98,16 @@ def scores() -> str:
 
 
 def main() -> int:
-    """Rewrite README.md where it differs; return the exit status."""
-    readme = paths.root() / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    try:
-        filled = fill(text)
-    except FileNotFoundError as error:
-        print(f"sigmaens.readme: {error}", file=sys.stderr)
-        return 1
-    if filled != text:
-        readme.write_text(filled, encoding="utf-8")
+    """Rewrite the pages where they differ; return the exit status."""
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        try:
+            filled = fill(text, "../" * (len(page.relative_to(paths.root()).parts) - 1))
+        except FileNotFoundError as error:
+            print(f"sigmaens.readme: {error}", file=sys.stderr)
+            return 1
+        if filled != text:
+            page.write_text(filled, encoding="utf-8")
     return 0
 
 

