@@ -133,13 +133,14 @@ def test_update_bn_averages_over_batches():
 
 def test_update_bn_tells_the_members_apart():
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    stem = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU()  # without it the means would be the biases, for all alike
+    net = nn.Sequential(*stem, nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
     averaged = AveragedModel(sn.SigmaEnsemble(net, 3))
     members = [averaged.module.member(m) for m in range(3)]
     batches = [torch.randn(8, 4) * (i + 1) for i in range(4)]
     update_bn(batches, averaged)
-    means = averaged.module.backbone[3].running_mean
+    means = averaged.module.backbone[4].running_mean
     for m, member in enumerate(members):  # each alone, as an ordinary network
         update_bn(batches, member)
-        assert_close(means[m], member[3].running_mean)
+        assert_close(means[m], member[4].running_mean)
     assert not torch.allclose(means[0], means[1])
