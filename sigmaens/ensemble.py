@@ -117,9 +117,7 @@ class SigmaEnsemble(nn.Module):
             if isinstance(module, SigmaNorm):  # by another name of the layer above it
                 continue
             if module not in gated:
-                gated[module] = SigmaNorm(module, members, std=std, pretrained=pretrained)
-                if first is not None and not module.state_dict():
-                    gated[module].to(first)  # a norm without tensors computes in the precision of its input
+                gated[module] = SigmaNorm(module, members, std=std, pretrained=pretrained, like=first)
             backbone = replace(backbone, name, gated[module])
         if not gated:
             raise ValueError(f"{type(backbone).__name__} has no normalisation layers, so there is nothing to gate")

@@ -174,6 +174,7 @@ class SigmaNorm(nn.Module):
         members: Number of members M ≥ 1.
         std: Standard deviation of the initial γ ~ N(0, std²) from scratch.
         pretrained: Start every member at the layer's present function instead.
+        like: A tensor of the device and precision in which a norm without tensors of its own computes.
 
     Attributes:
         gamma: Scale logits γ, shape (M, C) with C the number of scales of `norm`, in float32 at least, whatever the
@@ -198,7 +199,15 @@ class SigmaNorm(nn.Module):
     def __new__(cls, norm: nn.Module | None = None, *args: Any, **kwargs: Any) -> SigmaNorm:
         return super().__new__(SigmaBatchNorm if cls is SigmaNorm and isinstance(norm, _BatchNorm) else cls)
 
-    def __init__(self, norm: nn.Module, members: int, *, std: float = 1.0, pretrained: bool = False):
+    def __init__(
+        self,
+        norm: nn.Module,
+        members: int,
+        *,
+        std: float = 1.0,
+        pretrained: bool = False,
+        like: Tensor | None = None,
+    ):
         nn.Module.__init__(self)
         problem, self.offset = _examine(norm) if looks_like_norm(norm) else ("is no norm", 0.0)
         if problem:
@@ -223,7 +232,7 @@ class SigmaNorm(nn.Module):
         mean, var = getattr(norm, "running_mean", None), getattr(norm, "running_var", None)
         self.shape = _scale_shape(norm)
         features = self.shape.numel()
-        like = next((t for t in (weight, mean) if t is not None), torch.empty(()))
+        like = next((t for t in (weight, mean, like) if t is not None), torch.empty(()))
         # Of the precision that the layer computes in; it follows casts.
         self.register_buffer("_like", torch.empty(0, device=like.device, dtype=like.dtype), persistent=False)
         precise = {"device": like.device, "dtype": torch.promote_types(like.dtype, torch.float32)}
